@@ -25,6 +25,7 @@ The map, bottom-up; a section uses only what stands above it:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -38,14 +39,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import click
 import msgspec
 
 if TYPE_CHECKING:
     import sqlite3
+    from ipaddress import IPv4Network
+
+    import docker
+    import sqlite_utils
+
+T = TypeVar("T")
 
 __version__ = "0.1.0"
 
@@ -63,6 +70,7 @@ __version__ = "0.1.0"
 REPLICAS_MAX = 3
 
 PI_VERSION = "1.6.0"
+OFFLINE_BASE = "pidispatch/base:offline"
 LABEL = "dev.pi-dispatch."
 OUTER_NETWORK = "pi-dispatch-out"
 GATE_PORT = 8080
@@ -1160,15 +1168,1770 @@ class Forge(Protocol):
 
 # =============================================================================
 # store
+#
+# One SQLite file and all SQL. In the worker's process every write passes through
+# one thread that lets waiting writers share a commit; readers use connections of
+# their own and never hold a cursor open. Knows nothing of HTTP or Docker.
 # =============================================================================
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """A verified delivery on its way into the queue.
+
+    `id` is the set's id; `body_sha` the sha256 (hex) of the raw body, the second
+    dedup key: one signed body cannot be replayed under new ids. `received` is
+    the arrival, seconds.
+    """
+
+    id: str
+    event: Event
+    body_sha: str
+    received: float
+
+    @property
+    def when(self) -> float:
+        """The event's own time; arrival when it has none or lies in the future."""
+        own = self.event.when
+        return own if own is not None and own <= self.received else self.received
+
+
+class Admission(NamedTuple):
+    """What became of a delivery in the one transaction that judged it."""
+
+    status: Literal["queued", "duplicate", "coalesced", "rate-limited"]
+    jobs: tuple[str, ...] = ()
+
+
+class Caps(msgspec.Struct, frozen=True):
+    """The job caps of one start; None is no cap. Windows are in `zone`."""
+
+    day: int | None
+    week: int | None
+    month: int | None
+    zone: str
+
+    @classmethod
+    def of(cls, settings: Settings) -> Caps:
+        return cls(
+            settings.daily_cap,
+            settings.weekly_cap,
+            settings.monthly_cap,
+            settings.timezone,
+        )
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    """A job in a worker's hands. Every later write names the claim token."""
+
+    job: Job
+    claim: str
+    attempt: int
+    queued_at: float
+    deferrals: int = 0
+
+
+class Workspace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the host knows of a job's workspace, kept for its publishing."""
+
+    base: str
+    default_branch: str
+    lease: str | None = None
+    request_sha: str | None = None
+
+
+class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is still to be told to the forge about a job that has ended.
+
+    `result` publishes the box's outcome; any other kind is one comment.
+    """
+
+    kind: str
+    text: str = ""
+    marker: str = ""
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Tokens by the gate's count; `cost` in USD, None when a price is unknown."""
+
+    input: int = 0
+    output: int = 0
+    cacheRead: int = 0
+    cacheWrite: int = 0
+    total: int = 0
+    cost: float | None = None
+
+
+class Forks(msgspec.Struct, frozen=True):
+    count: int = 0
+    tokens: int = 0
+    cost: float | None = None
+
+
+class SessionNote(msgspec.Struct, frozen=True):
+    resumed: bool
+    reason: str | None = None
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """The run record. Key order is the contract and every key is present.
+
+    Integers, ids and fixed words only: no title, body, login, label, branch
+    name or path ever enters (00-map, principle 11).
+    """
+
+    jobId: str
+    kind: str
+    target: str
+    flow: str
+    queuedAt: str
+    startedAt: str | None
+    endedAt: str
+    outcome: Outcome
+    reason: str | None
+    exitCode: int | None
+    turns: int | None
+    tokens: Tokens | None
+    forks: Forks | None
+    provider: str | None
+    model: str | None
+    budgetReserved: bool
+    attempt: int
+    replica: int | None
+    replicas: int | None
+    triggerIndex: int | None
+    triggerType: str | None
+    session: SessionNote | None
+    bundle: bool
+    host: str
+
+
+_SCHEMA_1 = """
+CREATE TABLE deliveries (
+    id TEXT PRIMARY KEY, kind TEXT NOT NULL, state TEXT NOT NULL,
+    body_sha TEXT NOT NULL, received_at REAL NOT NULL, event_at REAL NOT NULL,
+    target TEXT NOT NULL, pending TEXT, attempts INTEGER NOT NULL DEFAULT 0,
+    next_at REAL, base TEXT, request_sha TEXT
+) STRICT;
+CREATE UNIQUE INDEX deliveries_body ON deliveries (kind, body_sha);
+CREATE INDEX deliveries_target ON deliveries (target, received_at);
+CREATE INDEX deliveries_pending ON deliveries (next_at) WHERE state = 'pending';
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+    set_id TEXT NOT NULL, state TEXT NOT NULL, payload TEXT, claim TEXT,
+    attempt INTEGER NOT NULL DEFAULT 0, deferrals INTEGER NOT NULL DEFAULT 0,
+    not_before REAL NOT NULL DEFAULT 0, queued_at REAL NOT NULL, started_at REAL,
+    ended_at REAL, work TEXT, notice TEXT, publish_tries INTEGER NOT NULL DEFAULT 0,
+    cancel TEXT
+) STRICT;
+CREATE INDEX jobs_queued ON jobs (seq) WHERE state = 'queued';
+CREATE INDEX jobs_open ON jobs (state) WHERE state <> 'done';
+CREATE INDEX jobs_set ON jobs (set_id);
+CREATE INDEX jobs_ended ON jobs (ended_at) WHERE state = 'done';
+CREATE TABLE windows (
+    kind TEXT NOT NULL, key TEXT NOT NULL, opened_at REAL NOT NULL,
+    job_id TEXT NOT NULL
+) STRICT;
+CREATE INDEX windows_key ON windows (kind, key, opened_at);
+CREATE INDEX windows_job ON windows (job_id);
+CREATE TABLE ledger (
+    id INTEGER PRIMARY KEY, job_id TEXT NOT NULL, attempt INTEGER NOT NULL,
+    reserved_at REAL NOT NULL, state TEXT NOT NULL, tokens_reserved INTEGER,
+    tokens INTEGER, cost REAL, scope TEXT
+) STRICT;
+CREATE INDEX ledger_job ON ledger (job_id);
+CREATE INDEX ledger_time ON ledger (reserved_at);
+CREATE TABLE runs (
+    job_id TEXT PRIMARY KEY, set_id TEXT NOT NULL, ended_at REAL NOT NULL,
+    record TEXT NOT NULL, request TEXT
+) STRICT;
+CREATE INDEX runs_ended ON runs (ended_at);
+CREATE TABLE label_memory (
+    kind TEXT NOT NULL, target TEXT NOT NULL, labels TEXT NOT NULL,
+    seen_at REAL NOT NULL, PRIMARY KEY (kind, target)
+) STRICT;
+CREATE TABLE flags (name TEXT PRIMARY KEY, value TEXT NOT NULL, at REAL NOT NULL)
+    STRICT;
+CREATE TABLE counters (name TEXT PRIMARY KEY, n INTEGER NOT NULL) STRICT;
+CREATE TABLE poll_cursors (
+    repo TEXT NOT NULL, stream TEXT NOT NULL, cursor TEXT, etag TEXT,
+    PRIMARY KEY (repo, stream)
+) STRICT;
+"""
+
+#: Names of the migrations this version knows, oldest first; a file that has
+#: another one was written by a newer pidispatch and is left alone.
+_MIGRATIONS: tuple[tuple[str, str], ...] = (("001-first", _SCHEMA_1),)
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    import sqlite_utils
+
+    migrations = sqlite_utils.Migrations("pidispatch")
+    for name, script in _MIGRATIONS:
+        migrations(name=name)(_script(script))
+    database = sqlite_utils.Database(connection)
+    unknown = {m.name for m in migrations.applied(database)} - set(dict(_MIGRATIONS))
+    if unknown:
+        raise ConfigError(
+            f"{path} was written by a newer pidispatch ({', '.join(sorted(unknown))})",
+            "install that version, or name another file with --db",
+        )
+    if migrations.pending(database):
+        migrations.apply(database)
+
+
+def _script(script: str) -> Callable[[sqlite_utils.Database], None]:
+    def run(database: sqlite_utils.Database) -> None:
+        # executescript would commit the migration's transaction: one by one instead
+        for statement in script.split(";"):
+            if statement.strip():
+                database.execute(statement)
+
+    return run
+
+
+def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    import sqlite3
+
+    name = f"file:{_quote_path(path)}" + ("?mode=ro" if read_only else "")
+    connection = sqlite3.connect(
+        name, uri=True, isolation_level=None, check_same_thread=False, timeout=10
+    )
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA foreign_keys = ON")
+    if not read_only:
+        connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+def _quote_path(path: Path) -> str:
+    from urllib.parse import quote
+
+    return quote(str(path.absolute()))
+
+
+class _Ask(NamedTuple):
+    """One write waiting for the writer: what to do and where the answer goes."""
+
+    do: Callable[[sqlite3.Connection], Any]
+    done: threading.Event
+    answer: list[Any]
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as lists show it, open or ended. `at` is its latest time, seconds."""
+
+    id: str
+    set: str
+    target: str
+    flow: str
+    state: str
+    reason: str | None
+    replica: int | None
+    replicas: int | None
+    tokens: int | None
+    at: float
+    request: Request | None = None
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The queue at a glance. `used` are today's slots of the daily cap."""
+
+    jobs: dict[str, int]
+    used: int
+    daily_cap: int | None
+    pending: int
+    counts: dict[str, int]
+    paused: bool
+    heartbeat: float | None
+    problem: str | None
+
+
+class Reader:
+    """Read-only looks at the file, one connection a thread, no cursor kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._readers = threading.local()
+
+    @property
+    def _read(self) -> sqlite3.Connection:
+        import sqlite3
+
+        connection: sqlite3.Connection | None = getattr(self._readers, "db", None)
+        if connection is None:
+            try:
+                connection = self._readers.db = _connect(self.path, read_only=True)
+                connection.execute("SELECT 1 FROM jobs LIMIT 1")
+            except sqlite3.Error as error:
+                raise ConfigError(
+                    f"the database {self.path} cannot be read: {error}",
+                    "start `pidispatch serve` once, or name the file with --db",
+                ) from error
+        return connection
+
+    def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        return self._read.execute(sql, values).fetchall()
+
+    def flag(self, name: str) -> str | None:
+        rows = self._rows("SELECT value FROM flags WHERE name = ?", name)
+        return rows[0][0] if rows else None
+
+    def integrity(self) -> str:
+        """`ok`, or SQLite's first complaint."""
+        answer: str = self._rows("PRAGMA quick_check(1)")[0][0]
+        return answer
+
+    def runs(self, limit: int) -> list[RunRow]:
+        """Jobs, newest first, open ones included."""
+        sql = f"{_RUNS} ORDER BY jobs.seq DESC LIMIT ?"
+        return [_run_row(row) for row in self._rows(sql, limit)]
+
+    def records(self, limit: int) -> list[Record]:
+        sql = "SELECT record FROM runs ORDER BY ended_at DESC, job_id LIMIT ?"
+        rows = self._rows(sql, limit)
+        return [msgspec.json.decode(row["record"], type=Record) for row in rows]
+
+    def run(self, job: str) -> tuple[RunRow, Record | None, list[RunRow]]:
+        """One job, its record if it ended, and its siblings. Raises ConfigError."""
+        rows = self._rows(f"{_RUNS} WHERE jobs.id = ?", job)
+        if not rows:
+            raise ConfigError(f"no job {job} is known", "see `pidispatch runs`")
+        found = _run_row(rows[0])
+        text = rows[0]["record"]
+        record = msgspec.json.decode(text, type=Record) if text else None
+        sql = f"{_RUNS} WHERE jobs.set_id = ? AND jobs.id <> ? ORDER BY jobs.seq"
+        others = [_run_row(row) for row in self._rows(sql, found.set, job)]
+        return found, record, others
+
+    def status(self, caps: Caps, now: float) -> Status:
+        states = self._rows("SELECT state, count(*) FROM jobs GROUP BY state")
+        beat = self._rows("SELECT at FROM flags WHERE name = 'heartbeat'")
+        sql = "SELECT count(*) FROM deliveries WHERE state = 'pending'"
+        return Status(
+            jobs={row[0]: row[1] for row in states},
+            used=_used(self._read, window_start(now, caps.zone, "day")),
+            daily_cap=caps.day,
+            pending=self._rows(sql)[0][0],
+            counts={r["name"]: r["n"] for r in self._rows("SELECT * FROM counters")},
+            paused=self.flag("paused") is not None,
+            heartbeat=beat[0][0] if beat else None,
+            problem=self.flag("triggers-problem"),
+        )
+
+
+_RUNS = """SELECT jobs.id, jobs.set_id, jobs.state, jobs.payload, jobs.queued_at,
+           jobs.ended_at, runs.record, runs.request
+           FROM jobs LEFT JOIN runs ON runs.job_id = jobs.id"""
+
+
+def _run_row(row: sqlite3.Row) -> RunRow:
+    request = row["request"]
+    link = msgspec.json.decode(request, type=Request) if request else None
+    if row["record"]:
+        record = msgspec.json.decode(row["record"], type=Record)
+        state = record.outcome if row["state"] == "done" else row["state"]
+        return RunRow(
+            id=row["id"],
+            set=row["set_id"],
+            target=record.target,
+            flow=record.flow,
+            state=state,
+            reason=record.reason,
+            replica=record.replica,
+            replicas=record.replicas,
+            tokens=record.tokens.total if record.tokens else None,
+            at=row["ended_at"],
+            request=link,
+        )
+    job = msgspec.json.decode(row["payload"], type=Job)
+    return RunRow(
+        id=job.id,
+        set=job.set,
+        target=job.title,
+        flow=job.flow,
+        state=row["state"],
+        reason=None,
+        replica=job.replica,
+        replicas=job.replicas,
+        tokens=None,
+        at=row["queued_at"],
+    )
+
+
+class Store(Reader):
+    """The queue. One instance a process; `writes` serialises its writers.
+
+    Raises `ConfigError` for a file that is damaged or too new, `InfraError` when
+    a write cannot be made durable (disk full, read-only disk).
+    """
+
+    def __init__(self, path: Path, clock: Clock = time.time) -> None:
+        super().__init__(path)
+        self.clock = clock
+        self.work = threading.Event()
+        self._asks: list[_Ask] = []
+        self._waiting = threading.Condition()
+        self._closed = False
+        self._connection = self._open()
+        self._writer = threading.Thread(
+            target=self._write_loop, name="store-writer", daemon=True
+        )
+        self._writer.start()
+
+    def _open(self) -> sqlite3.Connection:
+        import sqlite3
+
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            connection = _connect(self.path)
+            connection.execute("PRAGMA journal_mode = WAL")
+            _migrate(connection, self.path)
+            self.path.chmod(0o600)
+            return connection
+        except (sqlite3.DatabaseError, OSError) as error:
+            raise ConfigError(
+                f"the database {self.path} cannot be opened: {error}",
+                "check the path and its permissions, or restore a backup",
+            ) from error
+
+    def close(self) -> None:
+        with self._waiting:
+            self._closed = True
+            self._waiting.notify()
+        self._writer.join(timeout=10)
+        self._connection.close()
+
+    # -- the one writer ------------------------------------------------------
+
+    def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        ask = _Ask(do, threading.Event(), [])
+        with self._waiting:
+            if self._closed:
+                raise InfraError("the store is closed")
+            self._asks.append(ask)
+            self._waiting.notify()
+        ask.done.wait()
+        answer = ask.answer[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return cast(T, answer)
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._waiting:
+                while not self._asks and not self._closed:
+                    self._waiting.wait()
+                asks, self._asks = self._asks, []
+            if not asks:
+                return
+            self._commit(asks)
+            for ask in asks:
+                ask.done.set()
+
+    def _commit(self, asks: list[_Ask]) -> None:
+        """One transaction for all that wait; each in a savepoint of its own."""
+        import sqlite3
+
+        connection = self._connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for ask in asks:
+                ask.answer[:] = [_in_savepoint(connection, ask.do)]
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            failure = InfraError(f"the database could not be written: {error}")
+            for ask in asks:
+                ask.answer[:] = [failure]
+
+    # -- deliveries ----------------------------------------------------------
+
+    def seen(self, delivery: str, body_sha: str) -> bool:
+        """Whether this id, or this very body, already made jobs or waits."""
+        sql = "SELECT 1 FROM deliveries WHERE id = ? OR body_sha = ? LIMIT 1"
+        return bool(self._rows(sql, delivery, body_sha))
+
+    def admit(
+        self, delivery: Delivery, jobs: Sequence[Job], hourly: int = 0
+    ) -> Admission:
+        """Queue a delivery's jobs, all or none, in one transaction.
+
+        `hourly` is the most deliveries an hour for one target; 0 is no limit.
+        """
+        admission = self._write(lambda db: _admit(db, delivery, jobs, hourly))
+        self.count(admission.status)
+        if admission.status == "queued":
+            self.work.set()
+        return admission
+
+    def park(self, delivery: Delivery, match: Match) -> bool:
+        """Keep a delivery until it is known who asked; False for a duplicate."""
+        pending = msgspec.json.encode((delivery, match)).decode()
+        return self._write(lambda db: _park(db, delivery, pending))
+
+    def due_pending(self, now: float) -> list[tuple[Delivery, Match, int]]:
+        sql = """SELECT pending, attempts FROM deliveries
+                 WHERE state = 'pending' AND next_at <= ? ORDER BY next_at LIMIT 50"""
+        found = []
+        for row in self._rows(sql, now):
+            delivery, match = msgspec.json.decode(
+                row["pending"], type=tuple[Delivery, Match]
+            )
+            found.append((delivery, match, row["attempts"]))
+        return found
+
+    def postpone(self, delivery: str, until: float) -> None:
+        sql = """UPDATE deliveries SET next_at = ?, attempts = attempts + 1
+                 WHERE id = ? AND state = 'pending'"""
+        self._write(lambda db: db.execute(sql, (until, delivery)))
+
+    def settle(self, delivery: str, reason: str | None) -> None:
+        """Forget a pending delivery that was dropped; it may be redelivered."""
+        sql = "DELETE FROM deliveries WHERE id = ? AND state = 'pending'"
+        self._write(lambda db: db.execute(sql, (delivery,)))
+        if reason:
+            self.count(reason)
+
+    def count(self, word: str) -> None:
+        """Add one to a counter; the only trace that a dropped delivery leaves."""
+        sql = """INSERT INTO counters (name, n) VALUES (?, 1)
+                 ON CONFLICT (name) DO UPDATE SET n = n + 1"""
+        self._write(lambda db: db.execute(sql, (word,)))
+
+    def set_base(self, set_id: str, base: str, request: str | None) -> Workspace | None:
+        """The set's commits: the first caller's stand, every later one gets them.
+
+        None when the set is unknown (local jobs have none).
+        """
+        sql = """UPDATE deliveries SET request_sha = CASE WHEN base IS NULL
+                 THEN ? ELSE request_sha END, base = COALESCE(base, ?)
+                 WHERE id = ? RETURNING base, request_sha"""
+
+        def do(db: sqlite3.Connection) -> Workspace | None:
+            rows = db.execute(sql, (request, base, set_id)).fetchall()
+            return Workspace(rows[0][0], "", None, rows[0][1]) if rows else None
+
+        return self._write(do)
+
+    def base_of(self, set_id: str) -> tuple[str | None, str | None]:
+        rows = self._rows(
+            "SELECT base, request_sha FROM deliveries WHERE id = ?", set_id
+        )
+        return (rows[0][0], rows[0][1]) if rows else (None, None)
+
+    # -- jobs ----------------------------------------------------------------
+
+    def claim(self) -> Claimed | None:
+        """Take the oldest job that may run now, or None. Takes no budget."""
+        now = self.clock()
+        if not self._rows(_READY, now):
+            return None
+        return self._write(lambda db: _claim(db, now))
+
+    def next_due(self) -> float | None:
+        """When the next deferred job may run, seconds since the epoch."""
+        sql = "SELECT min(not_before) FROM jobs WHERE state = 'queued'"
+        due: float | None = self._rows(sql)[0][0]
+        return due
+
+    def defer(self, claimed: Claimed, until: float) -> None:
+        """Put a job back with a time; costs nothing and uses no attempt."""
+        sql = """UPDATE jobs SET state = 'queued', claim = NULL, not_before = ?,
+                 deferrals = deferrals + 1 WHERE id = ? AND claim = ?"""
+        self._fenced(sql, (until, claimed.job.id, claimed.claim))
+
+    def keep_work(self, claimed: Claimed, work: Workspace) -> None:
+        sql = "UPDATE jobs SET work = ? WHERE id = ? AND claim = ?"
+        text = msgspec.json.encode(work).decode()
+        self._fenced(sql, (text, claimed.job.id, claimed.claim))
+
+    def peek_caps(self, caps: Caps) -> str | None:
+        """The reason a start would be refused now, without reserving."""
+        return _over_cap(self._read, caps, self.clock())
+
+    def start(self, claimed: Claimed, caps: Caps) -> str | None:
+        """Reserve the caps and mark the job starting, in one transaction.
+
+        Returns the refusal's reason when a cap is spent; nothing is written then.
+        """
+        now = self.clock()
+        return self._write(lambda db: _start(db, claimed, caps, now))
+
+    def running(self, claimed: Claimed) -> None:
+        sql = """UPDATE jobs SET state = 'running' WHERE id = ? AND claim = ?
+                 AND state = 'starting'"""
+        self._fenced(sql, (claimed.job.id, claimed.claim))
+
+    def retry(self, claimed: Claimed, until: float) -> None:
+        """Queue another attempt of a job that ran; its slot stays used."""
+
+        def do(db: sqlite3.Connection) -> None:
+            _book(db, claimed, None)
+            sql = """UPDATE jobs SET state = 'queued', claim = NULL, not_before = ?
+                     WHERE id = ? AND claim = ?"""
+            _one(db, sql, (until, claimed.job.id, claimed.claim))
+
+        self._write(do)
+
+    def finish(self, claimed: Claimed, record: Record, notice: Notice | None) -> None:
+        """Commit the record and the ledger; publish next, or done."""
+        now = self.clock()
+        self._write(lambda db: _finish(db, claimed, record, notice, now))
+
+    def refuse(self, claimed: Claimed, record: Record, notice: Notice | None) -> None:
+        """Record a job that never got a container, and free its window."""
+        now = self.clock()
+
+        def do(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM windows WHERE job_id = ?", (claimed.job.id,))
+            _finish(db, claimed, record, notice, now)
+
+        self._write(do)
+
+    def due_notices(self) -> list[tuple[Job, Workspace | None, Notice, int]]:
+        """Jobs that are over but not yet told to the forge, and tries so far."""
+        sql = """SELECT payload, work, notice, publish_tries FROM jobs
+                 WHERE state = 'publishing' AND not_before <= ? ORDER BY seq LIMIT 20"""
+        return [_notice_of(row) for row in self._rows(sql, self.clock())]
+
+    def notice(self, job: str) -> tuple[Job, Workspace | None, Notice, int] | None:
+        sql = """SELECT payload, work, notice, publish_tries FROM jobs
+                 WHERE state = 'publishing' AND id = ?"""
+        rows = self._rows(sql, job)
+        return _notice_of(rows[0]) if rows else None
+
+    def postpone_notice(self, job: str, until: float) -> None:
+        sql = """UPDATE jobs SET not_before = ?, publish_tries = publish_tries + 1
+                 WHERE id = ? AND state = 'publishing'"""
+        self._write(lambda db: db.execute(sql, (until, job)))
+
+    def published(
+        self, job: str, request: Request | None, reason: str | None = None
+    ) -> None:
+        """The job is told: keep the request's link, erase the payload."""
+        self._write(lambda db: _published(db, job, request, reason))
+
+    def cancel(self, job: str) -> None:
+        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
+        self._write(lambda db: db.execute(sql, (job,)))
+
+    def cancelled(self, job: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
+
+    def unfinished(self) -> list[tuple[Claimed, str, float | None]]:
+        """Jobs a worker had in hand, their states and starts, for the reconcile."""
+        sql = """SELECT payload, claim, attempt - (state <> 'claimed') AS attempt,
+                 queued_at, deferrals, state, started_at FROM jobs
+                 WHERE state IN ('claimed', 'starting', 'running') ORDER BY seq"""
+        return [
+            (_claimed_of(row), row["state"], row["started_at"])
+            for row in self._rows(sql)
+        ]
+
+    def release(self, claimed: Claimed) -> None:
+        """The container never started: give the slot and the attempt back."""
+
+        def do(db: sqlite3.Connection) -> None:
+            _unbook(db, claimed)
+            sql = """UPDATE jobs SET state = 'claimed', attempt = attempt - 1,
+                     started_at = NULL
+                     WHERE id = ? AND claim = ? AND state = 'starting'"""
+            _one(db, sql, (claimed.job.id, claimed.claim))
+
+        self._write(do)
+
+    def requeue(self, claimed: Claimed) -> None:
+        """Back to the queue after a crash before the container: slot released."""
+
+        def do(db: sqlite3.Connection) -> None:
+            _unbook(db, claimed)
+            sql = """UPDATE jobs SET state = 'queued', claim = NULL, started_at = NULL,
+                     attempt = attempt - (state = 'starting') WHERE id = ?"""
+            db.execute(sql, (claimed.job.id,))
+
+        self._write(do)
+
+    def _fenced(self, sql: str, values: tuple[Any, ...]) -> None:
+        self._write(lambda db: _one(db, sql, values))
+
+    # -- flags and retention --------------------------------------------------
+
+    def instance(self) -> str:
+        """The random name of this file's engine objects, made once."""
+        known = self.flag("instance")
+        if known is None:
+            known = secrets.token_hex(6)
+            self.set_flag("instance", known)
+        return known
+
+    def set_flag(self, name: str, value: str | None) -> None:
+        now = self.clock()
+        self._write(lambda db: _set_flag(db, name, value, now))
+        self.work.set()
+
+    def beat(self) -> None:
+        """The heartbeat of a running worker, for `status` and doctor."""
+        now = self.clock()
+        self._write(lambda db: _set_flag(db, "heartbeat", str(os.getpid()), now))
+
+    def sweep(self) -> None:
+        """Forget what is older than the retention, counted from a job's end."""
+        before = self.clock() - RETENTION_SECONDS
+        self._write(lambda db: _sweep(db, before))
+
+
+def _in_savepoint(
+    connection: sqlite3.Connection, do: Callable[[sqlite3.Connection], Any]
+) -> Any:
+    connection.execute("SAVEPOINT one")
+    try:
+        answer = do(connection)
+    except Exception as error:
+        # the caller gets the error; the others' writes of this commit stand
+        connection.execute("ROLLBACK TO one")
+        answer = error
+    connection.execute("RELEASE one")
+    return answer
+
+
+class Fenced(PidispatchError):
+    """A late write under a claim that is no longer held; it changed nothing."""
+
+
+def _one(db: sqlite3.Connection, sql: str, values: tuple[Any, ...]) -> None:
+    if db.execute(sql, values).rowcount != 1:
+        raise Fenced("the claim on this job was lost")
+
+
+def _admit(
+    db: sqlite3.Connection, delivery: Delivery, jobs: Sequence[Job], hourly: int
+) -> Admission:
+    if _known(db, delivery):
+        return Admission("duplicate")
+    if any(_window_holds(db, job, delivery.when) for job in jobs):
+        return Admission("coalesced")
+    target = jobs[0].title
+    if hourly and _recent(db, target, delivery.received) >= hourly:
+        return Admission("rate-limited")
+    _put_delivery(db, delivery, target, "admitted", None)
+    for job in jobs:
+        _put_job(db, job, delivery.when, delivery.received)
+    return Admission("queued", tuple(job.id for job in jobs))
+
+
+def _known(db: sqlite3.Connection, delivery: Delivery) -> bool:
+    """Admitted before? A pending row of this very id is about to become that."""
+    sql = """SELECT 1 FROM deliveries WHERE kind = ?1 AND
+             ((id = ?2 AND state = 'admitted') OR (body_sha = ?3 AND id <> ?2))"""
+    values = (delivery.event.forge, delivery.id, delivery.body_sha)
+    return db.execute(sql, values).fetchone() is not None
+
+
+def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
+    """Whether an admitted event of this key lies within ten minutes of `when`.
+
+    Both ways, because a late poll or redelivery brings an older event's time.
+    """
+    sql = """SELECT 1 FROM windows WHERE kind = ? AND key = ?
+             AND opened_at > ? AND opened_at < ?"""
+    span = (when - WINDOW_SECONDS, when + WINDOW_SECONDS)
+    return db.execute(sql, (job.kind, job.dedup, *span)).fetchone() is not None
+
+
+def _recent(db: sqlite3.Connection, target: str, now: float) -> int:
+    sql = """SELECT count(*) FROM deliveries WHERE target = ? AND received_at > ?
+             AND state = 'admitted'"""
+    n: int = db.execute(sql, (target, now - 3600)).fetchone()[0]
+    return n
+
+
+def _put_delivery(
+    db: sqlite3.Connection,
+    delivery: Delivery,
+    target: str,
+    state: str,
+    pending: str | None,
+) -> None:
+    sql = """INSERT OR REPLACE INTO deliveries (id, kind, state, body_sha,
+             received_at, event_at, target, pending, next_at)
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+    values = (
+        delivery.id,
+        delivery.event.forge,
+        state,
+        delivery.body_sha,
+        delivery.received,
+        delivery.when,
+        target,
+        pending,
+        delivery.received if pending else None,
+    )
+    db.execute(sql, values)
+
+
+def _put_job(db: sqlite3.Connection, job: Job, when: float, now: float) -> None:
+    payload = msgspec.json.encode(job).decode()
+    db.execute(
+        """INSERT INTO jobs (id, set_id, state, payload, queued_at)
+           VALUES (?, ?, 'queued', ?, ?)""",
+        (job.id, job.set, payload, now),
+    )
+    db.execute(
+        "INSERT INTO windows (kind, key, opened_at, job_id) VALUES (?, ?, ?, ?)",
+        (job.kind, job.dedup, when, job.id),
+    )
+
+
+def _park(db: sqlite3.Connection, delivery: Delivery, pending: str) -> bool:
+    sql = "SELECT 1 FROM deliveries WHERE kind = ? AND (id = ? OR body_sha = ?)"
+    values = (delivery.event.forge, delivery.id, delivery.body_sha)
+    if db.execute(sql, values).fetchone():
+        return False
+    event = delivery.event
+    assert event.repo and event.target
+    target = target_name(
+        event.forge, event.repo, event.target.type, event.target.number
+    )
+    _put_delivery(db, delivery, target, "pending", pending)
+    return True
+
+
+_READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND not_before <= ?
+            AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused') LIMIT 1"""
+
+
+def _claim(db: sqlite3.Connection, now: float) -> Claimed | None:
+    sql = """UPDATE jobs SET state = 'claimed', claim = ?
+             WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
+                          AND not_before <= ? ORDER BY seq LIMIT 1)
+             AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
+             RETURNING payload, claim, attempt, queued_at, deferrals"""
+    rows = db.execute(sql, (secrets.token_hex(8), now)).fetchall()
+    return _claimed_of(rows[0]) if rows else None
+
+
+def _claimed_of(row: sqlite3.Row) -> Claimed:
+    job = msgspec.json.decode(row["payload"], type=Job)
+    return Claimed(
+        job, row["claim"] or "", row["attempt"], row["queued_at"], row["deferrals"]
+    )
+
+
+def window_start(now: float, zone: str, span: Literal["day", "week", "month"]) -> float:
+    """When the cap's present window began, seconds since the epoch.
+
+    Weeks start on Monday. Wall-clock midnight in `zone`, so that a day with a
+    clock change has 23 or 25 hours.
+    """
+    from datetime import datetime, timedelta
+    from zoneinfo import ZoneInfo
+
+    local = datetime.fromtimestamp(now, ZoneInfo(zone))
+    start = local.replace(hour=0, minute=0, second=0, microsecond=0, fold=0)
+    if span == "week":
+        start -= timedelta(days=start.weekday())
+    elif span == "month":
+        start = start.replace(day=1)
+    return start.timestamp()
+
+
+def _over_cap(db: sqlite3.Connection, caps: Caps, now: float) -> str | None:
+    spans: tuple[tuple[Literal["day", "week", "month"], int | None], ...] = (
+        ("day", caps.day),
+        ("week", caps.week),
+        ("month", caps.month),
+    )
+    for span, cap in spans:
+        if cap is not None and _used(db, window_start(now, caps.zone, span)) >= cap:
+            return "over-budget"
+    return None
+
+
+def _used(db: sqlite3.Connection, since: float) -> int:
+    """Slots taken since then; rows of a stepped-back clock's future count too."""
+    sql = "SELECT count(*) FROM ledger WHERE reserved_at >= ? AND state <> 'released'"
+    n: int = db.execute(sql, (since,)).fetchone()[0]
+    return n
+
+
+def _start(
+    db: sqlite3.Connection, claimed: Claimed, caps: Caps, now: float
+) -> str | None:
+    reason = _over_cap(db, caps, now)
+    if reason:
+        return reason
+    sql = """UPDATE jobs SET state = 'starting', attempt = attempt + 1, started_at = ?
+             WHERE id = ? AND claim = ? AND state = 'claimed'"""
+    _one(db, sql, (now, claimed.job.id, claimed.claim))
+    db.execute(
+        """INSERT INTO ledger (job_id, attempt, reserved_at, state)
+           VALUES (?, ?, ?, 'reserved')""",
+        (claimed.job.id, claimed.attempt + 1, now),
+    )
+    return None
+
+
+def _book(db: sqlite3.Connection, claimed: Claimed, tokens: Tokens | None) -> None:
+    """Keep the present attempt's reservation, with the gate's own figures."""
+    sql = """UPDATE ledger SET state = 'kept', tokens = ?, cost = ?
+             WHERE job_id = ? AND state = 'reserved'"""
+    total = tokens.total if tokens else None
+    cost = tokens.cost if tokens else None
+    db.execute(sql, (total, cost, claimed.job.id))
+
+
+def _unbook(db: sqlite3.Connection, claimed: Claimed) -> None:
+    sql = """UPDATE ledger SET state = 'released'
+             WHERE job_id = ? AND state = 'reserved'"""
+    db.execute(sql, (claimed.job.id,))
+
+
+def _finish(
+    db: sqlite3.Connection,
+    claimed: Claimed,
+    record: Record,
+    notice: Notice | None,
+    now: float,
+) -> None:
+    _book(db, claimed, record.tokens)
+    state = "publishing" if notice else "done"
+    text = msgspec.json.encode(notice).decode() if notice else None
+    sql = """UPDATE jobs SET state = ?1, notice = ?2, ended_at = ?3, not_before = 0,
+             payload = CASE WHEN ?2 IS NULL THEN NULL ELSE payload END
+             WHERE id = ?4 AND claim = ?5"""
+    _one(db, sql, (state, text, now, claimed.job.id, claimed.claim))
+    db.execute(
+        """INSERT OR REPLACE INTO runs (job_id, set_id, ended_at, record)
+           VALUES (?, ?, ?, ?)""",
+        (claimed.job.id, claimed.job.set, now, msgspec.json.encode(record).decode()),
+    )
+
+
+def _notice_of(row: sqlite3.Row) -> tuple[Job, Workspace | None, Notice, int]:
+    work = msgspec.json.decode(row["work"], type=Workspace) if row["work"] else None
+    return (
+        msgspec.json.decode(row["payload"], type=Job),
+        work,
+        msgspec.json.decode(row["notice"], type=Notice),
+        row["publish_tries"],
+    )
+
+
+def _published(
+    db: sqlite3.Connection, job: str, request: Request | None, reason: str | None
+) -> None:
+    db.execute(
+        "UPDATE jobs SET state = 'done', payload = NULL, notice = NULL WHERE id = ?",
+        (job,),
+    )
+    link = msgspec.json.encode(request).decode() if request else None
+    sql = """UPDATE runs SET request = ?1, record = CASE WHEN ?2 IS NULL THEN record
+             ELSE json_set(record, '$.reason', ?2) END WHERE job_id = ?3"""
+    db.execute(sql, (link, reason, job))
+
+
+def _set_flag(db: sqlite3.Connection, name: str, value: str | None, at: float) -> None:
+    if value is None:
+        db.execute("DELETE FROM flags WHERE name = ?", (name,))
+    else:
+        db.execute("INSERT OR REPLACE INTO flags VALUES (?, ?, ?)", (name, value, at))
+
+
+def _sweep(db: sqlite3.Connection, before: float) -> None:
+    db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
+    db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
+    db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
+    db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before,))
+    db.execute(
+        """DELETE FROM deliveries WHERE state = 'admitted' AND received_at < ?
+           AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.set_id = deliveries.id)""",
+        (before,),
+    )
+
 
 # =============================================================================
 # prompts
+#
+# The Jinja environment and everything written for a reader: the agent's prompt,
+# HARD_RULES, comments. Text from a forge is always a variable, never a template.
+# Knows the typed values above and nothing of how they travel.
 # =============================================================================
+
+
+def fence(text: str) -> str:
+    """Text inside a backtick fence that the text itself cannot close."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    ticks = "`" * max(3, longest + 1)
+    return f"{ticks}text\n{text}\n{ticks}"
+
+
+@functools.cache
+def _environment() -> Any:
+    from jinja2 import FileSystemLoader, StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    environment = SandboxedEnvironment(
+        loader=FileSystemLoader(str(resource("templates"))),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # Markdown for an agent and for comments, not HTML
+    )
+    environment.filters["fence"] = fence
+    return environment
+
+
+def render(name: str, **values: Any) -> str:
+    """One template of templates/ with its values; an unknown name is an error."""
+    text: str = _environment().get_template(name).render(values)
+    return text
+
+
+def hard_rules() -> str:
+    """HARD_RULES.md: byte-identical for every job of a build."""
+    return render("HARD_RULES.md.j2", sentinel=HARD_RULES_SENTINEL)
+
+
+def prompt_text(job: Job, publish: str) -> str:
+    """The user turn of a job; forge text stands only in the data region below."""
+    return render(
+        "prompt.md.j2",
+        job=job,
+        forge=FORGES[job.kind],
+        publish=publish,
+        branch=job.branch,
+        marker=title_marker(job.replica, job.replicas),
+        sibling_branches=sibling_branches(job),
+    )
+
+
+def sibling_branches(job: Job) -> tuple[str, ...]:
+    """The branches of the other replicas; empty for a plain job or a request."""
+    if job.target.type != "issue":
+        return ()
+    indices = siblings(job.replica, job.replicas)
+    return tuple(branch_name(job.target.number, i) for i in indices)
+
+
+def event_json(job: Job) -> bytes:
+    """What the agent may read about the event; no replica fact, image or secret."""
+    event: dict[str, Any] = {
+        "event": job.trigger.event,
+        "action": job.trigger.action,
+        "delivery": job.trigger.delivery,
+        "repository": job.repo,
+        "item": msgspec.to_builtins(job.target),
+        "sender": {"id": job.trigger.sender},
+        "rule": {"index": job.trigger.index, "type": job.trigger.type},
+    }
+    if job.comment is not None:
+        event["comment"] = {"body": job.comment}
+    if job.review is not None:
+        event["review"] = {"body": job.review}
+    return json.dumps(event, ensure_ascii=False, indent=2).encode() + b"\n"
+
+
+def shipped_skill(flow: str) -> dict[str, bytes] | None:
+    """Our own flow of that name, for repositories that have none."""
+    folder = resource("templates", "flows", flow)
+    if flow not in SHIPPED_FLOWS or not folder.is_dir():
+        return None
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
 
 # =============================================================================
 # box
+#
+# The engine: one internal network, one gate and one job container a job, all of
+# them labelled and none of them trusted. What goes in is a tar of inputs and one
+# line for the gate; what comes out is an exit code, the gate's meter and three
+# files. Knows nothing of forges or SQL.
 # =============================================================================
+
+CATALOGUE_PATH = "/opt/pi-dispatch/models.json"
+GATE_MEMORY = "256m"
+STOP_GRACE_SECONDS = 10
+BUNDLE_MAX_BYTES = 256 * 1024 * 1024
+TEXT_MAX_BYTES = 64 * 1024
+LOG_MAX_BYTES = 5 * 1024 * 1024
+_SUBNET_BITS = 28
+
+
+class Image(msgspec.Struct, frozen=True):
+    """What an image says of itself. `catalogue` maps provider to its models."""
+
+    tag: str
+    id: str
+    labels: Mapping[str, str]
+    uid: int
+    gid: int
+
+    @property
+    def forges(self) -> frozenset[str] | None:
+        """The forges label: an exclusion list; None (absent) allows every forge."""
+        label = self.labels.get(LABEL + "forges")
+        return None if label is None else _tokens(label)
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The capabilities label: an inclusion list; absent or blank is nothing."""
+        return _tokens(self.labels.get(LABEL + "capabilities", ""))
+
+
+def _tokens(label: str) -> frozenset[str]:
+    return frozenset(word for word in re.split(r"[,\s]+", label) if word)
+
+
+class BoxSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the three engine objects of one attempt are made from."""
+
+    job: str
+    attempt: int
+    image: Image
+    gate_image: Image
+    gate_line: bytes
+    environment: Mapping[str, str]
+    loopback: bool = False
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The runner's last line. Telemetry only; the exit code classifies."""
+
+    code: int
+    reason: str | None = None
+    turns: int | None = None
+    commits: int = 0
+
+
+class BoxExit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a box left behind. `tokens` and `forks` are the gate's own count."""
+
+    code: int
+    oom: bool = False
+    result: Result | None = None
+    tokens: Tokens | None = None
+    forks: Forks | None = None
+    budget_spent: bool = False
+    bundle: Path | None = None
+    review_request: str | None = None
+    comment: str | None = None
+
+
+class Box(Protocol):
+    """One attempt's engine objects, from the opened network to their removal."""
+
+    def start(self, inputs: Mapping[str, bytes | Path]) -> None: ...
+
+    def wait(self, seconds: int) -> bool: ...
+
+    def stop(self) -> None: ...
+
+    def collect(self, into: Path) -> BoxExit: ...
+
+    def remove(self) -> None: ...
+
+
+class Engine(Protocol):
+    """What dispatch asks of the engine; the demo brings one without Docker."""
+
+    def image(self, tag: str) -> Image | None: ...
+
+    def catalogue(self, image: Image) -> Mapping[str, Any]: ...
+
+    def open(self, spec: BoxSpec) -> Box: ...
+
+    def adopt(self, job: str) -> Box | None: ...
+
+    def sweep(self, keep: frozenset[str]) -> int: ...
+
+
+def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
+    """The gate's running totals, its forks, and whether the budget was spent.
+
+    Only the last call line counts: totals run, so a rotated log loses nothing.
+    """
+    total: dict[str, Any] | None = None
+    spent = False
+    for line in lines:
+        event = _json_line(line)
+        if event.get("event") == "call" and isinstance(event.get("sum"), dict):
+            total = event["sum"]
+        spent = spent or (
+            event.get("event") == "refused" and event.get("reason") == "budget"
+        )
+    if total is None:
+        return None, None, spent
+    forks = [row for row in total.get("forks", {}).values() if isinstance(row, dict)]
+    costs = [row["cost"] for row in forks if row.get("cost") is not None]
+    return (
+        msgspec.convert({k: total.get(k) for k in Tokens.__struct_fields__}, Tokens),
+        Forks(len(forks), sum(r.get("total", 0) for r in forks), sum(costs) or None),
+        spent,
+    )
+
+
+def result_of(lines: Sequence[str]) -> Result | None:
+    """The runner's exit line: the last line that is one, or None."""
+    for line in reversed(lines):
+        event = _json_line(line)
+        if event.get("event") == "exit":
+            try:
+                return msgspec.convert(event, Result)
+            except msgspec.ValidationError:
+                return None
+    return None
+
+
+def _json_line(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def tar_of(files: Mapping[str, bytes | Path]) -> IO[bytes]:
+    """A tar of root-owned 0444 files (and their directories), spooled to disk."""
+    import io
+    import tarfile
+    import tempfile
+
+    spool: IO[bytes] = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - the caller's
+        max_size=32 * 1024 * 1024
+    )
+    with tarfile.open(fileobj=spool, mode="w") as tar:
+        for folder in sorted({str(p) for name in files for p in _folders(name)}):
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(entry)
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.mode = 0o444
+            if isinstance(content, bytes):
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+            else:
+                entry.size = content.stat().st_size
+                with content.open("rb") as source:
+                    tar.addfile(entry, source)
+    spool.seek(0)
+    return spool
+
+
+def _folders(name: str) -> Iterator[PurePosixPath]:
+    return (p for p in PurePosixPath(name).parents if str(p) != ".")
+
+
+class DockerEngine:
+    """The Docker Engine named by DOCKER_HOST, else the local socket.
+
+    One SDK client a thread (a requests session promises no thread-safety).
+    `instance` labels all that is ours, so that two databases on one engine never
+    touch each other's objects.
+    """
+
+    def __init__(self, settings: Settings, instance: str) -> None:
+        self.settings, self.instance = settings, instance
+        self._local = threading.local()
+        self._catalogues: dict[str, Mapping[str, Any]] = {}
+        self._cpus: int | None = None
+        self._next_subnet = secrets.randbelow(1 << 12)
+
+    @property
+    def api(self) -> docker.APIClient:
+        """This thread's client. Raises `InfraError` when no engine answers."""
+        import docker
+
+        client: docker.APIClient | None = getattr(self._local, "api", None)
+        if client is None:
+            try:
+                # use_context: never a remote engine that only the CLI was told of
+                client = docker.from_env(use_context=False, timeout=60).api
+            except (docker.errors.DockerException, OSError) as error:
+                raise InfraError(
+                    f"no Docker Engine answers: {error}", "start the Docker Engine"
+                ) from error
+            self._local.api = client
+        return client
+
+    @property
+    def cpus(self) -> int:
+        if self._cpus is None:
+            engine = int(self.api.info().get("NCPU") or 1)
+            self._cpus = min(self.settings.job_cpus, engine)
+        return self._cpus
+
+    def labels(self, job: str, attempt: int, role: str) -> dict[str, str]:
+        return {
+            LABEL + "instance": self.instance,
+            LABEL + "job": job,
+            LABEL + "attempt": str(attempt),
+            LABEL + "role": role,
+        }
+
+    def image(self, tag: str) -> Image | None:
+        """The local image of that tag, or None; nothing is ever pulled."""
+        import docker
+
+        try:
+            facts = self.api.inspect_image(tag)  # type: ignore[no-untyped-call]
+        except docker.errors.ImageNotFound:
+            return None
+        except (docker.errors.APIError, OSError) as error:
+            raise InfraError(f"the engine could not inspect {tag}: {error}") from error
+        config = facts.get("Config") or {}
+        uid, _, gid = str(config.get("User") or "").partition(":")
+        labels = config.get("Labels") or {}
+        user = int(uid) if uid.isdigit() else 1001
+        return Image(
+            tag, facts["Id"], labels, user, int(gid) if gid.isdigit() else user
+        )
+
+    def catalogue(self, image: Image) -> Mapping[str, Any]:
+        """Pi's models and prices as the image exports them; read once an image.
+
+        Read from a container that is created and never started.
+        """
+        if image.id not in self._catalogues:
+            self._catalogues[image.id] = self._read_catalogue(image)
+        return self._catalogues[image.id]
+
+    def _read_catalogue(self, image: Image) -> Mapping[str, Any]:
+        import docker
+
+        labels = self.labels("catalogue", 0, "catalogue")
+        made = self.api.create_container(image.id, labels=labels, network_disabled=True)
+        try:
+            content = self.read_file(made["Id"], CATALOGUE_PATH, 16 * 1024 * 1024)
+            catalogue = json.loads(content or b"{}")
+        except (docker.errors.APIError, Refused, ValueError):
+            catalogue = {}  # an image without a catalogue knows no models
+        finally:
+            self.api.remove_container(made["Id"], force=True, v=True)
+        return catalogue if isinstance(catalogue, dict) else {}
+
+    def read_file(self, container: str, path: str, limit: int) -> bytes | None:
+        """One regular file of a container, at most `limit` bytes; None if absent.
+
+        Raises `Refused("outbox-refused")` for a link, a directory or more bytes:
+        the engine archives a link as itself, so nothing is ever followed.
+        """
+        import docker
+
+        try:
+            stream, facts = self.api.get_archive(container, path)
+        except docker.errors.NotFound:
+            return None
+        name = path.rsplit("/", 1)[-1]
+        with contextlib.closing(stream):
+            if facts.get("size", 0) > limit or facts.get("linkTarget"):
+                raise Refused("outbox-refused", f"{name} is a link or too large")
+            content = _untar_one(stream, limit)
+        if content is None:
+            raise Refused("outbox-refused", f"{name} is not a regular file")
+        return content
+
+    def open(self, spec: BoxSpec) -> Box:
+        return DockerBox.opened(self, spec)
+
+    def adopt(self, job: str) -> Box | None:
+        """The box of a job that an earlier process started, if it still exists."""
+        found = self._list({"job": job, "role": "job"})
+        if not found:
+            return None
+        attempt = int(found[0]["Labels"].get(LABEL + "attempt", "1"))
+        return DockerBox(self, job, attempt)
+
+    def _list(self, labels: Mapping[str, str]) -> list[dict[str, Any]]:
+        wanted = {"instance": self.instance, **labels}
+        filters = {"label": [f"{LABEL}{k}={v}" for k, v in wanted.items()]}
+        found: list[dict[str, Any]] = self.api.containers(all=True, filters=filters)
+        return found
+
+    def sweep(self, keep: frozenset[str]) -> int:
+        """Remove this instance's objects whose job is not in `keep`."""
+        filters = {"label": f"{LABEL}instance={self.instance}"}
+        jobs: set[str] = set()
+        for row in (
+            *self.api.containers(all=True, filters=filters),
+            *self.api.networks(filters=filters),
+            *(self.api.volumes(filters=filters)["Volumes"] or ()),
+        ):
+            jobs.add((row.get("Labels") or {}).get(LABEL + "job", ""))
+        stale = jobs - keep
+        for job in stale:
+            self.remove_job(job)
+        return len(stale)
+
+    def remove_job(self, job: str) -> None:
+        """Remove every container, network and volume of one job; idempotent."""
+        import docker
+
+        for row in self._list({"job": job}):
+            with contextlib.suppress(docker.errors.NotFound):
+                self.api.remove_container(row["Id"], force=True, v=True)
+        labels = [f"{LABEL}instance={self.instance}", f"{LABEL}job={job}"]
+        filters = {"label": labels}
+        for network in self.api.networks(filters=filters):
+            with contextlib.suppress(docker.errors.NotFound):
+                self.api.remove_network(network["Id"])
+        for volume in self.api.volumes(filters=filters)["Volumes"] or ():
+            with contextlib.suppress(docker.errors.NotFound):
+                self.api.remove_volume(volume["Name"], force=True)
+
+    def ensure_outer(self) -> None:
+        """The gates' way out; icc off, else gates could reach one another."""
+        import docker
+
+        if self.api.networks(names=[OUTER_NETWORK]):
+            return
+        with contextlib.suppress(docker.errors.APIError):  # 409: another was faster
+            self.api.create_network(
+                OUTER_NETWORK,
+                driver="bridge",
+                check_duplicate=True,
+                options={"com.docker.network.bridge.enable_icc": "false"},
+                labels={LABEL + "role": "outer"},
+                ipam=_ipam(self._subnet()),
+            )
+
+    def log_lines(self, container: str, *, follow: bool) -> Iterator[str]:
+        """The stdout of a running box, line by line."""
+        import docker
+
+        try:
+            stream = self.api.logs(container, stderr=False, stream=True, follow=follow)
+        except docker.errors.NotFound as error:
+            raise InfraError(f"{container} is gone", "see `pidispatch show`") from error
+        rest = b""
+        for chunk in stream:  # chunks are not lines
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode("utf-8", "replace") for line in lines)
+
+    def _subnet(self) -> IPv4Network:
+        """The next /28 of PI_NETWORK_POOL; the engine says whether it is free."""
+        from ipaddress import IPv4Network
+
+        pool = IPv4Network(self.settings.network_pool)
+        size = 1 << (32 - _SUBNET_BITS)
+        count = pool.num_addresses // size
+        self._next_subnet = (self._next_subnet + 1) % count
+        address = int(pool.network_address) + self._next_subnet * size
+        return IPv4Network((address, _SUBNET_BITS))
+
+    def create_job_network(self, name: str, labels: Mapping[str, str]) -> IPv4Network:
+        """The job's own network; isolated from the host unless PI_EGRESS=0.
+
+        `internal` alone leaves host services reachable through the bridge's
+        address; inhibit_ipv4 takes that address away.
+        """
+        import docker
+
+        options = {"com.docker.network.bridge.inhibit_ipv4": "true"}
+        for _ in range(64):
+            subnet = self._subnet()
+            try:
+                made = self.api.create_network(
+                    name,
+                    driver="bridge",
+                    check_duplicate=True,
+                    internal=self.settings.isolated,
+                    options=options if self.settings.isolated else {},
+                    labels=dict(labels),
+                    ipam=_ipam(subnet),
+                )
+            except docker.errors.APIError as error:
+                if "overlap" in str(error).lower():
+                    continue
+                raise
+            if "inhibit_ipv4" in str(made.get("Warning") or ""):
+                raise Refused(
+                    "engine-not-isolating",
+                    "this engine ignores inhibit_ipv4: jobs could reach the host",
+                )
+            return subnet
+        raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
+
+
+def _ipam(subnet: IPv4Network) -> Any:
+    from docker.types import IPAMConfig, IPAMPool
+
+    return IPAMConfig(pool_configs=[IPAMPool(subnet=str(subnet))])
+
+
+def _untar_one(stream: Iterable[bytes], limit: int) -> bytes | None:
+    """The content of the one regular file of a tar stream, else None."""
+    import io
+    import tarfile
+
+    spool = io.BytesIO()
+    for chunk in stream:
+        spool.write(chunk)
+        if spool.tell() > limit + 64 * 1024:
+            return None
+    spool.seek(0)
+    with tarfile.open(fileobj=spool) as tar:
+        entry = tar.next()
+        if entry is None or not entry.isreg() or entry.size > limit:
+            return None
+        source = tar.extractfile(entry)
+        return source.read() if source else None
+
+
+class DockerBox:
+    """One attempt on a Docker Engine. The gate starts while the host prepares."""
+
+    def __init__(self, engine: DockerEngine, job: str, attempt: int) -> None:
+        self.engine, self.job, self.attempt = engine, job, attempt
+        self.name, self.gate = container_name(job), gate_name(job)
+        self._gate_thread: threading.Thread | None = None
+        self._gate_error: Exception | None = None
+        self.spec: BoxSpec | None = None
+
+    @classmethod
+    def opened(cls, engine: DockerEngine, spec: BoxSpec) -> DockerBox:
+        """Create the network, and the gate in a thread beside what comes next."""
+        box = cls(engine, spec.job, spec.attempt)
+        box.spec = spec
+        engine.remove_job(spec.job)  # what an earlier attempt left
+        engine.ensure_outer()
+        labels = engine.labels(spec.job, spec.attempt, "network")
+        box.subnet = engine.create_job_network(network_name(spec.job), labels)
+        box._gate_thread = threading.Thread(target=box._open_gate, daemon=True)
+        box._gate_thread.start()
+        return box
+
+    subnet: IPv4Network
+
+    @property
+    def gate_address(self) -> str:
+        return str(self.subnet[2])
+
+    def _open_gate(self) -> None:
+        try:
+            self.start_gate()
+        except Exception as error:  # raised again in the job's own thread
+            self._gate_error = error
+
+    def start_gate(self) -> None:
+        """Create on the outer network, connect to the job's, start, say the line.
+
+        The outer network comes first: it must own the default route.
+        """
+        assert self.spec
+        api, spec, network = self.engine.api, self.spec, network_name(self.job)
+        api.create_container(
+            spec.gate_image.id,
+            name=self.gate,
+            entrypoint=["python3", "-I", "/opt/pi-dispatch/gate.py"],
+            command=["--host", "0.0.0.0", "--port", str(GATE_PORT)],
+            user=f"{spec.gate_image.uid}:{spec.gate_image.gid}",
+            stdin_open=True,
+            labels=self.engine.labels(self.job, self.attempt, "gate"),
+            use_config_proxy=False,
+            host_config=self._gate_host_config(),
+            environment={"PYTHONUNBUFFERED": "1"},
+        )
+        address = self.gate_address
+        api.connect_container_to_network(
+            self.gate, network, ipv4_address=address, aliases=["gate"]
+        )
+        if self.engine.settings.gate_network:
+            api.connect_container_to_network(
+                self.gate, self.engine.settings.gate_network
+            )
+        # attached before the start, so that the line is the first thing it reads
+        socket = api.attach_socket(self.gate, {"stdin": 1, "stream": 1})
+        try:
+            api.start(self.gate)
+            _send(socket, spec.gate_line + b"\n")
+        finally:
+            socket.close()
+
+    def _gate_host_config(self) -> Any:
+        assert self.spec
+        hosts = {"host.docker.internal": "host-gateway"} if self.spec.loopback else None
+        return self.engine.api.create_host_config(
+            network_mode=OUTER_NETWORK,
+            sysctls={"net.ipv4.ip_forward": "0"},
+            extra_hosts=hosts,
+            pids_limit=64,
+            mem_limit=GATE_MEMORY,
+            memswap_limit=GATE_MEMORY,
+            **_HARDENING,
+        )
+
+    def start(self, inputs: Mapping[str, bytes | Path]) -> None:
+        """Create the job container, put its inputs in, wait for the gate, start."""
+        api = self.engine.api
+        self._create_job()
+        with tar_of(inputs) as tar:
+            api.put_archive(self.name, "/job", tar)
+        if self._gate_thread:
+            self._gate_thread.join()
+        if self._gate_error:
+            raise InfraError(f"the gate did not start: {self._gate_error}")
+        api.start(self.name)
+
+    def _create_job(self) -> None:
+        assert self.spec
+        api, network = self.engine.api, network_name(self.job)
+        endpoint = api.create_endpoint_config(ipv4_address=str(self.subnet[3]))
+        api.create_container(
+            self.spec.image.id,
+            name=self.name,
+            labels=self.engine.labels(self.job, self.attempt, "job"),
+            environment=dict(self.spec.environment),
+            user=f"{self.spec.image.uid}:{self.spec.image.gid}",
+            use_config_proxy=False,
+            host_config=self._job_host_config(),
+            networking_config=api.create_networking_config(
+                cast(Any, {network: endpoint})  # the stub names the wrong type
+            ),
+        )
+
+    def _job_host_config(self) -> Any:
+        assert self.spec
+        settings, image = self.engine.settings, self.spec.image
+        return self.engine.api.create_host_config(
+            network_mode=network_name(self.job),
+            extra_hosts={"gate": self.gate_address},
+            dns_opt=["timeout:1", "attempts:1"],
+            pids_limit=512,
+            mem_limit=settings.job_memory,
+            memswap_limit=settings.job_memory,
+            nano_cpus=self.engine.cpus * 1_000_000_000,
+            shm_size="256m",
+            tmpfs=_tmpfs(image),
+            mounts=self._mounts(),
+            **_HARDENING,
+        )
+
+    def _mounts(self) -> list[Any]:
+        """Anonymous volumes, named by Mounts because `volumes=` cannot label."""
+        from docker.types import Mount
+
+        labels = self.engine.labels(self.job, self.attempt, "volume")
+        return [
+            Mount(path, None, type="volume", labels=labels)
+            for path in ("/job", "/workspace", "/outbox")
+        ]
+
+    def wait(self, seconds: int) -> bool:
+        """Whether the job container ended within that time."""
+        import docker
+        import requests
+
+        try:
+            self.engine.api.wait(self.name, timeout=seconds)
+        except (requests.exceptions.ConnectionError, requests.exceptions.ReadTimeout):
+            return not self._alive()
+        except docker.errors.NotFound:
+            return True
+        return True
+
+    def _alive(self) -> bool:
+        import docker
+
+        try:
+            state = self.engine.api.inspect_container(self.name)["State"]
+        except docker.errors.NotFound:
+            return False
+        return bool(state["Running"])
+
+    def stop(self) -> None:
+        """TERM, ten seconds, KILL, and look that it is gone."""
+        import docker
+
+        with contextlib.suppress(docker.errors.NotFound):
+            self.engine.api.stop(self.name, timeout=STOP_GRACE_SECONDS)
+        if self._alive():
+            with contextlib.suppress(docker.errors.APIError):
+                self.engine.api.kill(self.name)
+            if not self.wait(STOP_GRACE_SECONDS):
+                raise InfraError(f"{self.name} does not stop", "restart the engine")
+
+    def collect(self, into: Path) -> BoxExit:
+        """Read the exit, the meter and the outbox; `into` gets the bundle.
+
+        An outbox entry that is not a plain file of a sane size raises `Refused`.
+        """
+        api = self.engine.api
+        state = api.inspect_container(self.name)["State"]
+        lines = self._lines(self.name)
+        tokens, forks, spent = meter_of(self._lines(self.gate))
+        bundle = self.engine.read_file(
+            self.name, "/outbox/branch.bundle", BUNDLE_MAX_BYTES
+        )
+        path = into / "branch.bundle"
+        if bundle is not None:
+            write_private(path, bundle)
+        return BoxExit(
+            code=state["ExitCode"],
+            oom=bool(state.get("OOMKilled")) and state["ExitCode"] != 0,
+            result=result_of(lines),
+            tokens=tokens,
+            forks=forks,
+            budget_spent=spent,
+            bundle=path if bundle is not None else None,
+            review_request=self._text("review-request.md"),
+            comment=self._text("comment.md"),
+        )
+
+    def _text(self, name: str) -> str | None:
+        content = self.engine.read_file(self.name, f"/outbox/{name}", TEXT_MAX_BYTES)
+        return content.decode("utf-8", "replace") if content is not None else None
+
+    def _lines(self, container: str) -> list[str]:
+        import docker
+
+        try:
+            text: bytes = self.engine.api.logs(container, stderr=False, tail=2000)
+        except docker.errors.NotFound:
+            return []
+        return text.decode("utf-8", "replace").splitlines()
+
+    def remove(self) -> None:
+        if self._gate_thread:
+            self._gate_thread.join()
+        self.engine.remove_job(self.job)
+
+
+#: What holds for the job and for the gate alike (40-box).
+_HARDENING: dict[str, Any] = {
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges"],
+    "read_only": True,
+    "init": True,
+    "ipc_mode": "private",
+    "log_config": {"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
+}
+
+
+def _tmpfs(image: Image) -> dict[str, str]:
+    home = f"rw,exec,nosuid,nodev,size=1g,mode=0700,uid={image.uid},gid={image.gid}"
+    return {"/tmp": "rw,exec,nosuid,nodev,size=1g,mode=1777", "/home/pi": home}
+
+
+def _send(socket: Any, data: bytes) -> None:
+    # the SDK wraps a raw socket on unix, and gives the raw one over TLS
+    raw = getattr(socket, "_sock", socket)
+    raw.sendall(data)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only we can read (0600), in a directory that exists."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as sink:
+        sink.write(content)
+
 
 # =============================================================================
 # publish
@@ -1180,7 +2943,906 @@ class Forge(Protocol):
 
 # =============================================================================
 # dispatch
+#
+# One job from claim to record: the ladder before anything can be spent, the box,
+# the verdict, the way out. The worker pool and the start's reconciliation stand
+# at the end. Knows nothing of HTTP servers.
 # =============================================================================
+
+RETRY_SECONDS = 60
+MAX_ATTEMPTS = 2
+DEFER_SECONDS = 60
+DEFER_MAX_SECONDS = 600
+DEFER_GIVE_UP_SECONDS = DAY
+AGENT_DIR = "/home/pi/.pi/agent"
+JOB_FILE_VERSION = 1
+
+#: What the runner may name as the reason of exit 2 (30-jobs, outcome).
+POLICY_REASONS = frozenset(
+    (
+        "turn-budget",
+        "token-budget",
+        "provider-auth-refused",
+        "model-unknown",
+        "flow-not-found",
+        "runner-policy",
+        "timeout",
+    )
+)
+
+
+class Verdict(NamedTuple):
+    """What an ended box means for its job."""
+
+    outcome: Literal["completed", "policy", "failed", "retry"]
+    reason: str | None
+
+
+def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
+    """Classify by our own stop, then the gate, the engine and the exit code.
+
+    The runner's line never classifies; it only names the reason of exit 2, and
+    its presence tells a finished run from one that was cut off.
+    """
+    if stopped:
+        return Verdict("failed" if stopped == "shutdown" else "policy", stopped)
+    if ended.budget_spent:
+        return Verdict("policy", "token-budget")
+    if ended.oom:
+        return Verdict("policy", "oom-killed")
+    if ended.code == 0:
+        done = ended.result is not None and ended.result.code == 0
+        return Verdict("completed", None) if done else Verdict("failed", "no-result")
+    if ended.code == 1:
+        return Verdict("retry", "infra")
+    if ended.code == 2:
+        reason = ended.result.reason if ended.result else None
+        known = reason if reason in POLICY_REASONS else "runner-policy"
+        return Verdict("policy", known)
+    return Verdict("failed", "unexpected-exit")
+
+
+@dataclass
+class Attempt:
+    """What one attempt learns on its way up the ladder; filled gate by gate."""
+
+    claimed: Claimed
+    settings: Settings
+    token: str
+    image: Image | None = None
+    gate_image: Image | None = None
+    provider: Provider | None = None
+    catalogue: Mapping[str, Any] = field(default_factory=dict)
+    credential: Credential | None = None
+    box: Box | None = None
+    prepared: Prepared | None = None
+    skill: Mapping[str, bytes] = field(default_factory=dict)
+    started_at: float | None = None
+
+    @property
+    def job(self) -> Job:
+        return self.claimed.job
+
+    @property
+    def model_name(self) -> str:
+        """`provider/model` of this job: its replica's, its rule's, the settings'."""
+        run, replica = self.job.run, self.job.replica
+        if run.replicaModels and replica is not None:
+            return run.replicaModels[replica - 1]
+        provider = run.provider or self.settings.provider
+        return f"{provider}/{run.model or self.settings.model}"
+
+    @property
+    def publish(self) -> str:
+        return self.job.run.publish or self.settings.publish
+
+
+def gate_url(base_url: str) -> str:
+    """Where the box finds a provider: its real host and path behind the gate."""
+    return f"http://gate:{GATE_PORT}/{base_url.split('://', 1)[1]}"
+
+
+_LOOPBACK = re.compile(r"://(localhost|127\.\d+\.\d+\.\d+|\[::1\])(?=[:/]|$)")
+
+
+def outside_url(base_url: str) -> str:
+    """The URL as the gate must call it: a loopback name means the engine's host."""
+    return _LOOPBACK.sub("://host.docker.internal", base_url)
+
+
+def known_model(
+    provider: Provider, catalogue: Mapping[str, Any], model: str
+) -> Mapping[str, Any] | None:
+    """The model's row: the operator's own, else the image's. None: unknown."""
+    rows = [*provider.models, *catalogue.get(provider.name, {}).get("models", ())]
+    return next((row for row in rows if row.get("id") == model), None)
+
+
+def models_json(provider: Provider, token: str) -> dict[str, Any]:
+    """Pi's models.json: the provider behind the gate, with the job's token."""
+    row: dict[str, Any] = {
+        "baseUrl": gate_url(outside_url(provider.base_url)),
+        "apiKey": token,
+    }
+    if provider.models:
+        row["api"] = provider.style
+        row["models"] = list(provider.models)
+    return {"providers": {provider.name: row}}
+
+
+def gate_line(attempt: Attempt) -> bytes:
+    """The one line the gate reads: token, keys, allowlists, prices, budget."""
+    settings, run = attempt.settings, attempt.job.run
+    names = (attempt.model_name, *settings.models_allow)
+    providers: dict[str, Any] = {}
+    prices: dict[str, Any] = {}
+    for name in names:
+        kind, _, model = name.partition("/")
+        provider = settings.providers.get(kind)
+        if provider is None or kind not in settings.keys:
+            continue
+        row = known_model(provider, attempt.catalogue, model) or {}
+        providers.setdefault(kind, _gate_provider(provider, row, settings.keys[kind]))
+        if row.get("cost"):
+            prices[name] = row["cost"]
+    line = {
+        "token": attempt.token,
+        "providers": providers,
+        "allow": list(settings.egress_allow),
+        "models": list(names),
+        "prices": prices,
+        "budget": run.maxTokens or settings.max_tokens,
+        "spent": 0,
+    }
+    return json.dumps(line).encode()
+
+
+def _gate_provider(
+    provider: Provider, row: Mapping[str, Any], key: str
+) -> dict[str, str]:
+    return {
+        "baseUrl": outside_url(provider.base_url),
+        "style": row.get("api", provider.style),
+        "authHeader": provider.auth_header,
+        "authPrefix": provider.auth_prefix,
+        "key": key,
+    }
+
+
+def box_environment(attempt: Attempt) -> dict[str, str]:
+    """The closed map of the job's environment. No secret ever stands in it."""
+    provider, _, model = attempt.model_name.partition("/")
+    values = {
+        "HOME": "/home/pi",
+        "PI_CODING_AGENT_DIR": AGENT_DIR,
+        "PI_JOB_ID": attempt.job.id,
+        "PI_MODEL": model,
+        "PI_OFFLINE": "1",
+        "PI_PROVIDER": provider,
+        "PI_SKIP_VERSION_CHECK": "1",
+        "PI_TELEMETRY": "0",
+    }
+    if attempt.settings.egress_allow:
+        values |= _PROXY_VARIABLES
+    return values
+
+
+_PROXY = f"http://gate:{GATE_PORT}"
+_PROXY_VARIABLES = {
+    "HTTP_PROXY": _PROXY,
+    "HTTPS_PROXY": _PROXY,
+    "NODE_USE_ENV_PROXY": "1",
+    "NO_PROXY": "gate,localhost,127.0.0.1",
+    "http_proxy": _PROXY,
+    "https_proxy": _PROXY,
+    "no_proxy": "gate,localhost,127.0.0.1",
+}
+
+
+def job_file(attempt: Attempt, deadline: float) -> bytes:
+    """/job/job.json (45-box-contracts, Inputs)."""
+    job, prepared = attempt.job, attempt.prepared
+    assert prepared and attempt.provider and attempt.image
+    run, settings = job.run, attempt.settings
+    _, _, model = attempt.model_name.partition("/")
+    return json.dumps(
+        {
+            "version": JOB_FILE_VERSION,
+            "jobId": job.id,
+            "attempt": attempt.claimed.attempt + 1,
+            "target": {"type": job.target.type, "number": job.target.number},
+            "base": prepared.base,
+            "branch": job.branch,
+            "requestRef": REQUEST_REF if prepared.request_sha else None,
+            "requestSha": prepared.request_sha,
+            "flow": job.flow,
+            "provider": attempt.provider.name,
+            "model": model,
+            "gate": {"url": _PROXY, "token": attempt.token},
+            "models": models_json(attempt.provider, attempt.token),
+            "maxTurns": run.maxTurns or settings.max_turns,
+            "maxTokens": run.maxTokens or settings.max_tokens,
+            "deadline": int(deadline),
+            "excludeTools": list(run.excludeTools or ()),
+            "forkJoin": run.forkJoin is not False
+            and "forkJoin" in attempt.image.capabilities,
+            "publish": attempt.publish,
+            "session": None,
+            "git": {"name": "pidispatch", "email": "pidispatch@localhost"},
+        },
+        indent=1,
+    ).encode()
+
+
+def box_inputs(attempt: Attempt, deadline: float) -> dict[str, bytes | Path]:
+    """Everything that goes into /job."""
+    job, prepared = attempt.job, attempt.prepared
+    assert prepared
+    inputs: dict[str, bytes | Path] = {
+        "job.json": job_file(attempt, deadline),
+        "prompt.md": prompt_text(job, attempt.publish).encode(),
+        "event.json": event_json(job),
+        "base.pack": prepared.pack,
+        "shallow": prepared.shallow,
+    }
+    for name, content in attempt.skill.items():
+        inputs[f"skill/{job.flow}/{name}"] = content
+    return inputs
+
+
+class Leaving(Exception):
+    """We are stopping; the container goes on and the next start adopts it."""
+
+
+class Dispatcher:
+    """Takes one claimed job to its record. Everything it needs is passed in."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        engine: Engine,
+        forges: Mapping[str, Forge],
+        *,
+        clock: Clock = time.time,
+        new_token: Callable[[], str] = lambda: secrets.token_hex(32),
+    ) -> None:
+        self.settings, self.store, self.engine = settings, store, engine
+        self.forges, self.clock, self.new_token = forges, clock, new_token
+        self.mirrors = Mirrors(settings.state_dir / "mirrors")
+        self.leaving = threading.Event()
+        self.stop_jobs = threading.Event()
+
+    # -- the ladder: its order is the contract (30-jobs) ---------------------
+
+    def climb(self, attempt: Attempt) -> None:
+        """Every gate in order; the first that refuses raises `Refused`.
+
+        Up to and including the capabilities nothing is minted, cloned or
+        reserved. The box's network and gate open before the workspace, because
+        starting them takes as long as the clone.
+        """
+        for _, gate in LADDER:
+            gate(self, attempt)
+
+    def check_overlay(self, attempt: Attempt) -> None:
+        attempt.settings = with_overlay(self.settings)
+
+    def check_image(self, attempt: Attempt) -> None:
+        tag = attempt.job.run.image or attempt.settings.job_image
+        attempt.image = self.engine.image(tag)
+        if attempt.image is None:
+            raise Refused(
+                "job-image-missing",
+                f"the job image `{tag}` is not on this machine",
+                "build it (`pidispatch build-image`) or correct the rule's `image`",
+            )
+
+    def check_forges(self, attempt: Attempt) -> None:
+        assert attempt.image
+        allowed = attempt.image.forges
+        if allowed is not None and attempt.job.kind not in allowed:
+            listed = ", ".join(sorted(allowed)) or "none"
+            raise Refused(
+                "job-image-forge-unsupported",
+                f"the job image `{attempt.image.tag}` supports these forges only: "
+                f"{listed}",
+                f"rebuild it with the label `{LABEL}forges` naming this forge",
+            )
+
+    def check_capabilities(self, attempt: Attempt) -> None:
+        assert attempt.image
+        needs = []
+        if attempt.job.replica is not None:
+            needs.append(("replicas", "job-image-replicas-unsupported"))
+        if attempt.job.run.excludeTools:
+            needs.append(("excludeTools", "job-image-exclude-tools-unsupported"))
+        for token, reason in needs:
+            if token not in attempt.image.capabilities:
+                raise Refused(reason, *_undeclared(attempt.image, token))
+
+    def check_version(self, attempt: Attempt) -> None:
+        """Fields whose feature this version lacks refuse, they never do nothing."""
+        lacking = {"resume": attempt.job.run.resume, "publish: agent": None}
+        if attempt.publish == "agent":
+            lacking["publish: agent"] = True
+        for name, wanted in lacking.items():
+            if wanted:
+                raise Refused(
+                    "not-in-this-version",
+                    f"this version of pidispatch does not do `{name}` yet",
+                    "remove it from the rule",
+                )
+
+    def check_provider(self, attempt: Attempt) -> None:
+        assert attempt.image
+        name, _, model = attempt.model_name.partition("/")
+        provider = attempt.settings.providers.get(name)
+        if provider is None or name not in attempt.settings.keys:
+            variable = provider.key_variable if provider else "PI_PROVIDERS_FILE"
+            raise Refused(
+                "provider-unconfigured",
+                f"the model provider `{name}` is not configured",
+                f"set {variable}",
+            )
+        attempt.provider = provider
+        attempt.catalogue = self.engine.catalogue(attempt.image)
+        rows = attempt.catalogue.get(name) or provider.models
+        if rows and not known_model(provider, attempt.catalogue, model):
+            raise Refused(
+                "model-unknown",
+                f"the job image knows no model `{model}` of `{name}`",
+                "name one that `pi --list-models` shows",
+            )
+
+    def check_gate_image(self, attempt: Attempt) -> None:
+        tag = attempt.settings.gate_image
+        attempt.gate_image = self.engine.image(tag)
+        if attempt.gate_image is None or (
+            "gate" not in attempt.gate_image.capabilities
+        ):
+            raise Refused(
+                "gate-image-missing",
+                f"the gate's image `{tag}` is not here or has no gate",
+                "build it: `pidispatch build-image`",
+            )
+
+    def check_caps(self, attempt: Attempt) -> None:
+        """A look only: a job that cannot start must mint and clone nothing."""
+        reason = self.store.peek_caps(Caps.of(attempt.settings))
+        if reason:
+            raise self._over(reason, attempt)
+
+    def _over(self, reason: str, attempt: Attempt) -> Refused:
+        return Refused(
+            reason,
+            "the cap on jobs is used up",
+            "wait for the next window, or raise PI_DAILY_CAP (or its week or month)",
+        )
+
+    def take_token(self, attempt: Attempt) -> None:
+        attempt.credential = self.forge(attempt.job).credential(attempt.job.repo)
+
+    def forge(self, job: Job) -> Forge:
+        forge = self.forges.get(job.kind)
+        if forge is None:
+            variable = FORGES[job.kind].secret_variable
+            raise Refused(
+                "forge-token-unavailable",
+                f"{job.kind} is not served",
+                f"set {variable}",
+            )
+        return forge
+
+    def open_box(self, attempt: Attempt) -> None:
+        assert attempt.image and attempt.gate_image and attempt.provider
+        local = outside_url(attempt.provider.base_url) != attempt.provider.base_url
+        attempt.box = self.engine.open(
+            BoxSpec(
+                job=attempt.job.id,
+                attempt=attempt.claimed.attempt + 1,
+                image=attempt.image,
+                gate_image=attempt.gate_image,
+                gate_line=gate_line(attempt),
+                environment=box_environment(attempt),
+                loopback=local,
+            )
+        )
+
+    def prepare(self, attempt: Attempt) -> None:
+        """The workspace: every replica and every retry starts at one commit."""
+        job = attempt.job
+        known = self.store.base_of(job.set)
+        prepared = self._prepare(attempt, *known)
+        agreed = self.store.set_base(job.set, prepared.base, prepared.request_sha)
+        if agreed and (agreed.base, agreed.request_sha) != (
+            prepared.base,
+            prepared.request_sha,
+        ):
+            prepared = self._prepare(attempt, agreed.base, agreed.request_sha)
+        attempt.prepared = prepared
+        self.store.keep_work(
+            attempt.claimed,
+            Workspace(
+                prepared.base,
+                prepared.default_branch,
+                prepared.lease,
+                prepared.request_sha,
+            ),
+        )
+
+    def _prepare(
+        self, attempt: Attempt, base: str | None, request: str | None
+    ) -> Prepared:
+        job, forge = attempt.job, self.forge(attempt.job)
+        assert attempt.credential
+        return self.mirrors.prepare(
+            job,
+            url=forge.clone_url(job.repo),
+            credential=attempt.credential,
+            base=base,
+            request_sha=request,
+            depth=attempt.settings.clone_depth,
+        )
+
+    def find_skill(self, attempt: Attempt) -> None:
+        assert attempt.prepared
+        skill = attempt.prepared.skill or shipped_skill(attempt.job.flow)
+        if not skill:
+            raise Refused(
+                "flow-not-found",
+                f"the repository has no flow `{attempt.job.flow}`",
+                f"add `.pi/skills/{attempt.job.flow}/SKILL.md` to its default branch",
+            )
+        attempt.skill = skill
+
+    def reserve(self, attempt: Attempt) -> None:
+        reason = self.store.start(attempt.claimed, Caps.of(attempt.settings))
+        if reason:
+            raise self._over(reason, attempt)
+        attempt.started_at = self.clock()
+
+    # -- one job -------------------------------------------------------------
+
+    def run(self, claimed: Claimed) -> None:
+        """The whole of one attempt. Never raises; every end is recorded."""
+        attempt = Attempt(claimed, self.settings, self.new_token())
+        _event("job-claimed", claimed.job)
+        try:
+            self.climb(attempt)
+            self._start(attempt)
+            self._settle(attempt, self._attend(attempt))
+        except Refused as refusal:
+            self._refuse(attempt, refusal)
+        except InfraError as error:
+            self._again(attempt, error)
+        except Leaving:
+            _event("job-left-running", claimed.job)
+        except Fenced:
+            _event("job-claim-lost", claimed.job)
+        except Exception:
+            log.exception("job-failed-inside %s", claimed.job.id)
+            self._give_up(attempt, "internal-error")
+
+    def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
+        """Take over a container that an earlier process started."""
+        attempt = Attempt(claimed, self.settings, "", box=box, started_at=started_at)
+        _event("job-adopted", claimed.job)
+        try:
+            self._settle(attempt, self._attend(attempt))
+        except (Leaving, Fenced):
+            return
+        except PidispatchError as error:
+            log.warning("job-adoption-failed %s: %s", claimed.job.id, error)
+            self._give_up(attempt, "lost")
+
+    def _start(self, attempt: Attempt) -> None:
+        assert attempt.box and attempt.started_at is not None
+        inputs = box_inputs(attempt, attempt.started_at + JOB_SECONDS)
+        try:
+            attempt.box.start(inputs)
+        except Refused:
+            raise
+        except Exception as error:
+            # create or start failed: nothing ran, so the slot goes back
+            self.store.release(attempt.claimed)
+            attempt.started_at = None
+            raise InfraError(f"the container did not start: {error}") from error
+        self.store.running(attempt.claimed)
+        _event("job-started", attempt.job)
+
+    def _attend(self, attempt: Attempt) -> str | None:
+        """Wait for the end; returns the reason if it was we who ended it."""
+        assert attempt.box and attempt.started_at is not None
+        while not attempt.box.wait(1):
+            reason = self._stop_reason(attempt)
+            if reason:
+                attempt.box.stop()
+                return reason
+        return None
+
+    def _stop_reason(self, attempt: Attempt) -> str | None:
+        assert attempt.started_at is not None
+        if self.stop_jobs.is_set():
+            return "shutdown"
+        if self.leaving.is_set():
+            raise Leaving
+        if self.store.cancelled(attempt.job.id):
+            return "operator-cancel"
+        if self.clock() >= attempt.started_at + JOB_SECONDS + STOP_GRACE_SECONDS:
+            return "timeout"
+        return None
+
+    def _settle(self, attempt: Attempt, stopped: str | None) -> None:
+        """Collect what the box left, judge it, record it, then clean and publish."""
+        assert attempt.box
+        kept = self.kept_dir(attempt.job)
+        try:
+            ended = attempt.box.collect(kept)
+        except Refused as refusal:
+            ended = BoxExit(code=-1)
+            stopped = stopped or refusal.reason
+        keep_texts(kept, ended)
+        verdict = verdict_of(ended, stopped)
+        if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
+            self.store.retry(attempt.claimed, self.clock() + RETRY_SECONDS)
+            _event("job-retry", attempt.job, verdict.reason)
+            attempt.box.remove()
+            return
+        if verdict.outcome == "retry":
+            verdict = Verdict("failed", verdict.reason)
+        self._finish(attempt, verdict, ended)
+
+    def _finish(
+        self, attempt: Attempt, verdict: Verdict, ended: BoxExit | None
+    ) -> None:
+        assert verdict.outcome != "retry"
+        record = self.record(attempt, verdict.outcome, verdict.reason, ended)
+        if verdict.outcome == "completed":
+            notice = Notice("result")
+        else:
+            notice = _outcome_notice(attempt.job, record)
+        self.store.finish(attempt.claimed, record, notice)
+        _event("job-ended", attempt.job, verdict.reason or verdict.outcome)
+        self._remove(attempt)
+        self.publish(attempt.job.id)
+
+    def _refuse(self, attempt: Attempt, refusal: Refused) -> None:
+        self._remove(attempt)
+        record = self.record(attempt, "policy", refusal.reason, None)
+        notice = _refusal_notice(attempt.job, refusal)
+        self.store.refuse(attempt.claimed, record, notice)
+        _event("job-refused", attempt.job, refusal.reason)
+        self.publish(attempt.job.id)
+
+    def _again(self, attempt: Attempt, error: InfraError) -> None:
+        """Trouble that may pass. Before the container it costs nothing."""
+        log.warning("job-trouble %s: %s", attempt.job.id, error)
+        now = self.clock()
+        if attempt.started_at is not None:
+            # paid for, and the engine does not say what became of it: the next
+            # start reconciles the row with the container
+            self._give_up(attempt, "lost")
+            return
+        self._remove(attempt)
+        if now - attempt.claimed.queued_at > DEFER_GIVE_UP_SECONDS:
+            self._give_up(attempt, "infra")
+            return
+        wait = min(DEFER_SECONDS * 2**attempt.claimed.deferrals, DEFER_MAX_SECONDS)
+        self.store.defer(attempt.claimed, now + wait)
+
+    def _give_up(self, attempt: Attempt, reason: str) -> None:
+        try:
+            self._finish(attempt, Verdict("failed", reason), None)
+        except Exception:
+            log.exception("job-not-recorded %s", attempt.job.id)
+
+    def _remove(self, attempt: Attempt) -> None:
+        """Take the engine objects away; what is left over is swept at the start."""
+        if attempt.box is None:
+            return
+        try:
+            attempt.box.remove()
+        except Exception:
+            log.exception("box-not-removed %s", attempt.job.id)
+
+    def record(
+        self,
+        attempt: Attempt,
+        outcome: Outcome,
+        reason: str | None,
+        ended: BoxExit | None,
+    ) -> Record:
+        job, claimed = attempt.job, attempt.claimed
+        provider, _, model = attempt.model_name.partition("/")
+        result = ended.result if ended else None
+        return Record(
+            jobId=job.id,
+            kind=job.kind,
+            target=job.title,
+            flow=job.flow,
+            queuedAt=iso(claimed.queued_at),
+            startedAt=iso(attempt.started_at) if attempt.started_at else None,
+            endedAt=iso(self.clock()),
+            outcome=outcome,
+            reason=reason,
+            exitCode=ended.code if ended and ended.code >= 0 else None,
+            turns=result.turns if result else None,
+            tokens=ended.tokens if ended else None,
+            forks=ended.forks if ended else None,
+            provider=provider,
+            model=model,
+            budgetReserved=attempt.started_at is not None,
+            attempt=claimed.attempt + (attempt.started_at is not None),
+            replica=job.replica,
+            replicas=job.replicas,
+            triggerIndex=job.trigger.index,
+            triggerType=job.trigger.type,
+            session=None,
+            bundle=bool(ended and ended.bundle),
+            host=_host_name(),
+        )
+
+    # -- the way out ---------------------------------------------------------
+
+    def kept_dir(self, job: Job) -> Path:
+        """Where a job's bundle and texts are kept until the retention ends."""
+        folder = self.settings.state_dir / "bundles" / container_name(job.id)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder
+
+    def publish(self, job_id: str) -> None:
+        """Tell the forge about a job that is over; safe to repeat at any time."""
+        found = self.store.notice(job_id)
+        if found is None:
+            return
+        job, workspace, notice, tries = found
+        try:
+            request, reason = self._tell(job, workspace, notice)
+        except InfraError as error:
+            wait = min(5 * 2**tries, 900)
+            log.warning("publish-retry %s in %s s: %s", job.id, wait, error)
+            self.store.postpone_notice(job.id, self.clock() + wait)
+            return
+        except Refused as refusal:
+            request, reason = None, refusal.reason
+        self.store.published(job.id, request, reason)
+        with contextlib.suppress(InfraError):
+            self.mirrors.release(job)
+        _event("job-published", job, reason)
+
+    def _tell(
+        self, job: Job, workspace: Workspace | None, notice: Notice
+    ) -> tuple[Request | None, str | None]:
+        forge = self.forge(job)
+        if notice.kind != "result":
+            forge.comment(job.repo, job.target, notice.text, notice.marker)
+            return None, None
+        assert workspace
+        kept = self.kept_dir(job)
+        bundle = kept / "branch.bundle"
+        published = publish_job(
+            forge,
+            self.mirrors,
+            job,
+            Work(
+                bundle=bundle if bundle.is_file() else None,
+                review_request=_kept_text(kept, "review-request.md"),
+                comment=_kept_text(kept, "comment.md"),
+                base=workspace.base,
+                lease=workspace.lease,
+                default_branch=workspace.default_branch,
+            ),
+        )
+        return published.request, published.reason
+
+    def publish_due(self) -> None:
+        for job, _, _, _ in self.store.due_notices():
+            self.publish(job.id)
+
+    # -- the start -----------------------------------------------------------
+
+    def reconcile(self) -> list[tuple[Claimed, Box, float]]:
+        """Rows against containers, both ways; returns what is to be adopted."""
+        adopted: list[tuple[Claimed, Box, float]] = []
+        for claimed, state, started_at in self.store.unfinished():
+            box = self.engine.adopt(claimed.job.id) if state != "claimed" else None
+            if box is not None and started_at is not None:
+                adopted.append((claimed, box, started_at))
+            elif state == "running":
+                lost = Attempt(claimed, self.settings, "", started_at=started_at)
+                self._give_up(lost, "lost")
+            else:
+                self.store.requeue(claimed)
+        keep = frozenset(claimed.job.id for claimed, _, _ in adopted)
+        swept = self.engine.sweep(keep)
+        if adopted or swept:
+            log.info("reconciled: %s adopted, %s swept", len(adopted), swept)
+        return adopted
+
+
+#: The gates in their order, by the name a reader looks for.
+LADDER: tuple[tuple[str, Callable[[Dispatcher, Attempt], None]], ...] = (
+    ("overlay", Dispatcher.check_overlay),
+    ("image", Dispatcher.check_image),
+    ("forges", Dispatcher.check_forges),
+    ("capabilities", Dispatcher.check_capabilities),
+    ("version", Dispatcher.check_version),
+    ("provider", Dispatcher.check_provider),
+    ("gate image", Dispatcher.check_gate_image),
+    ("caps, a look", Dispatcher.check_caps),
+    ("token", Dispatcher.take_token),
+    ("box", Dispatcher.open_box),
+    ("workspace", Dispatcher.prepare),
+    ("flow", Dispatcher.find_skill),
+    ("caps, reserved", Dispatcher.reserve),
+)
+
+
+def _undeclared(image: Image, token: str) -> tuple[str, str]:
+    listed = ", ".join(sorted(image.capabilities))
+    says = f"declares {listed}" if listed else "declares no capabilities"
+    return (
+        f"the job image `{image.tag}` {says}, and this job needs `{token}`",
+        f"rebuild it so that its label `{LABEL}capabilities` lists `{token}` "
+        "(`pidispatch build-image`), then check it with `pidispatch verify-image`",
+    )
+
+
+def _refusal_notice(job: Job, refusal: Refused) -> Notice:
+    """One comment for a set, whichever of its replicas was refused first."""
+    text = render(
+        "comment-refused.md.j2",
+        job=job,
+        reason=refusal.reason,
+        message=refusal.message,
+        fix=refusal.fix,
+    )
+    return Notice("refused", text, f"{job.set}:{refusal.reason}")
+
+
+def _outcome_notice(job: Job, record: Record) -> Notice:
+    text = render("comment-ended.md.j2", job=job, record=record)
+    return Notice("ended", text, f"{job.id}:ended")
+
+
+def keep_texts(folder: Path, ended: BoxExit) -> None:
+    texts = (
+        ("review-request.md", ended.review_request),
+        ("comment.md", ended.comment),
+    )
+    for name, text in texts:
+        if text is not None:
+            write_private(folder / name, text.encode())
+
+
+def _kept_text(folder: Path, name: str) -> str | None:
+    path = folder / name
+    return path.read_text("utf-8") if path.is_file() else None
+
+
+def iso(seconds: float) -> str:
+    """UTC, to the millisecond, as records show times."""
+    from datetime import UTC, datetime
+
+    text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
+
+
+@functools.cache
+def _host_name() -> str:
+    import platform
+
+    return platform.node()
+
+
+def _event(name: str, job: Job, reason: str | None = None) -> None:
+    log.info(
+        name,
+        extra={"fields": {"job": job.id, "target": job.title, "reason": reason}},
+    )
+
+
+class Workers:
+    """The pool: PI_CONCURRENCY threads that claim and run, and one janitor."""
+
+    def __init__(self, dispatcher: Dispatcher, store: Store, concurrency: int) -> None:
+        self.dispatcher, self.store = dispatcher, store
+        self._adopted: list[tuple[Claimed, Box, float]] = []
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"worker-{i}", daemon=True)
+            for i in range(1, concurrency + 1)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._tidy, name="janitor", daemon=True)
+        )
+
+    def start(self) -> None:
+        """Take this file for ourselves, reconcile, then claim.
+
+        Raises `ConfigError` when another worker has the file.
+        """
+        self._lock = lock_file(self.store.path.with_suffix(".worker.lock"))
+        self._adopted = self.dispatcher.reconcile()
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, *, end_jobs: bool = False) -> None:
+        """Claim nothing more; containers go on unless `end_jobs`."""
+        if end_jobs:
+            self.dispatcher.stop_jobs.set()
+        self.dispatcher.leaving.set()
+        self._stopping.set()
+        self.store.work.set()
+        for thread in self._threads:
+            thread.join(timeout=60)
+        self._lock.close()
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                if not self._one():
+                    self.store.work.wait(1.0)
+                    self.store.work.clear()
+            except PidispatchError as error:
+                log.warning("worker-trouble: %s", error)
+                self._stopping.wait(1.0)
+
+    def _one(self) -> bool:
+        with contextlib.suppress(IndexError):
+            self.dispatcher.adopt(*self._adopted.pop())
+            return True
+        claimed = self.store.claim()
+        if claimed is None:
+            return False
+        self.dispatcher.run(claimed)
+        return True
+
+    def _tidy(self) -> None:
+        swept = 0.0
+        while not self._stopping.wait(1.0):
+            try:
+                self.dispatcher.publish_due()
+                self.store.beat()
+                if self.dispatcher.clock() - swept > 3600:
+                    swept = self.dispatcher.clock()
+                    self.store.sweep()
+                    sweep_files(self.dispatcher.settings, swept)
+            except PidispatchError as error:
+                log.warning("janitor-trouble: %s", error)
+
+
+def sweep_files(settings: Settings, now: float) -> None:
+    """Remove kept bundles past the retention and captured logs past theirs."""
+    import shutil
+
+    ages = (
+        ("bundles", RETENTION_SECONDS),
+        ("logs", settings.log_retention_days * DAY or float("inf")),
+    )
+    for name, age in ages:
+        folder = settings.state_dir / name
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if entry.stat().st_mtime < now - age:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def lock_file(path: Path) -> IO[str]:
+    """An exclusive lock held until the file is closed or we die."""
+    import fcntl
+
+    held = path.open("w")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        held.close()
+        raise ConfigError(
+            f"another worker already works on {path.with_suffix('').with_suffix('')}",
+            "stop it, or name another file with --db",
+        ) from error
+    return held
+
 
 # =============================================================================
 # intake
@@ -1191,17 +3853,963 @@ class Forge(Protocol):
 
 # =============================================================================
 # surfaces
+#
+# What people look at: tables, one run, one rule, the doctor, the log; and the
+# service that ties the sections together. Reads only, but for the service.
 # =============================================================================
+
+
+class Redactor(logging.Filter):
+    """The last step of every log line: no known secret leaves, in any spelling."""
+
+    def __init__(self, secrets_: Iterable[str]) -> None:
+        super().__init__()
+        self.spellings = sorted(
+            {s for secret in secrets_ if len(secret) >= 6 for s in _spellings(secret)},
+            key=len,
+            reverse=True,
+        )
+
+    def redact(self, text: str) -> str:
+        for spelling in self.spellings:
+            text = text.replace(spelling, "***")
+        return text
+
+
+def _spellings(secret: str) -> Iterator[str]:
+    """Raw, URL-encoded, JSON-escaped, shell-quoted, and as basic credentials."""
+    import base64
+    import shlex
+    from urllib.parse import quote
+
+    yield secret
+    yield quote(secret, safe="")
+    yield json.dumps(secret)[1:-1]
+    yield shlex.quote(secret)
+    for user in ("", "x-access-token", "oauth2"):
+        yield base64.b64encode(f"{user}:{secret}".encode()).decode()
+    yield base64.b64encode(secret.encode()).decode().rstrip("=")
+
+
+def secrets_of(settings: Settings) -> Iterator[str]:
+    yield from settings.keys.values()
+    yield from settings.webhook_secret
+    for secret in (settings.github_pat, settings.panel_token):
+        if secret:
+            yield secret
+
+
+class LogFormat(logging.Formatter):
+    """One line an event: JSON for machines, plain words on a terminal."""
+
+    def __init__(self, redactor: Redactor, *, plain: bool) -> None:
+        super().__init__()
+        self.redactor, self.plain = redactor, plain
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {k: v for k, v in getattr(record, "fields", {}).items() if v}
+        event = record.getMessage()
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        if self.plain:
+            pairs = " ".join(f"{k}={v}" for k, v in fields.items())
+            line = f"{time.strftime('%H:%M:%S')} {event} {pairs}".rstrip()
+        else:
+            head = {"t": iso(record.created), "level": record.levelname.lower()}
+            line = json.dumps({**head, "event": event, **fields}, default=str)
+        return self.redactor.redact(line)
+
+
+def set_up_logging(settings: Settings) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    redactor = Redactor(secrets_of(settings))
+    handler.setFormatter(LogFormat(redactor, plain=sys.stderr.isatty()))
+    log.handlers[:] = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+class Service:
+    """A running pidispatch: the receiver, the workers, or both on one file."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        triggers: Path,
+        *,
+        engine: Engine | None = None,
+        clock: Clock = time.time,
+    ) -> None:
+        self.settings = settings
+        self.forges = forges_of(settings)
+        self.triggers = TriggersFile(triggers, frozenset(self.forges))
+        self.store = Store(settings.db, clock)
+        self.engine = engine or DockerEngine(settings, self.store.instance())
+        dispatcher = Dispatcher(
+            settings, self.store, self.engine, self.forges, clock=clock
+        )
+        self.workers = Workers(dispatcher, self.store, settings.concurrency)
+        self.intake = Intake(
+            forges=self.forges,
+            triggers=self.triggers,
+            store=self.store,
+            hourly=settings.target_hourly,
+            clock=clock,
+        )
+        self.inbox = Inbox(self.intake)
+        self.edge = Edge(self.intake, settings.bind, settings.port)
+        self._works = False
+
+    def start(self, *, worker: bool = True) -> None:
+        if worker:
+            self.workers.start()
+            self._works = True
+        self.triggers.watch()
+        self.inbox.start()
+        self.edge.start()
+        log.info("serving", extra={"fields": {"port": self.edge.port}})
+
+    def stop(self, *, end_jobs: bool = False) -> None:
+        self.edge.stop()
+        self.inbox.stop()
+        self.triggers.stop()
+        if self._works:
+            self.workers.stop(end_jobs=end_jobs)
+        self.store.close()
+
+
+# -- tables -------------------------------------------------------------------
+
+
+def plain_text(value: object) -> str:
+    """Text for a terminal: control and bidi characters shown as symbols."""
+    return "".join(_visible(character) for character in str(value))
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F or 0x80 <= code < 0xA0:
+        return "\N{REPLACEMENT CHARACTER}"
+    if (
+        character
+        in "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    ):
+        return "\N{REPLACEMENT CHARACTER}"
+    return character
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as their widest cell; no line has trailing blanks."""
+    cells = [list(heads), *([plain_text(c) for c in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    )
+
+
+def replica_badge(replica: int | None, replicas: int | None) -> str:
+    return f"r{replica}/{replicas}" if replica else "-"
+
+
+def runs_table(runs: Sequence[RunRow]) -> str:
+    heads = ("JOB", "TARGET", "FLOW", "REPLICA", "STATE", "REASON", "TOKENS", "WHEN")
+    return table(heads, [_run_cells(run) for run in runs])
+
+
+def _run_cells(run: RunRow) -> tuple[object, ...]:
+    return (
+        run.id,
+        run.target,
+        run.flow,
+        replica_badge(run.replica, run.replicas),
+        run.state,
+        run.reason or "-",
+        run.tokens if run.tokens is not None else "-",
+        iso(run.at)[:16].replace("T", " "),
+    )
+
+
+def run_detail(run: RunRow, record: Record | None, others: Sequence[RunRow]) -> str:
+    """Everything of one run, then its siblings by job id with their requests."""
+    lines = [f"{'state':14}{run.state}"]
+    if record:
+        for name, value in msgspec.to_builtins(record).items():
+            shown = "-" if value is None else json_or_text(value)
+            lines.append(f"{name:14}{shown}")
+    if run.request:
+        lines.append(f"{'request':14}{run.request.url}")
+    for other in others:
+        badge = replica_badge(other.replica, other.replicas)
+        link = other.request.url if other.request else "no request yet"
+        lines.append(f"{'sibling ' + badge:14}{other.id}  {other.state}  {link}")
+    return "\n".join(plain_text(line) for line in lines)
+
+
+def json_or_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# -- rules --------------------------------------------------------------------
+
+
+def rule_badge(rule: Rule) -> str:
+    return f"[x{rule.run.replicas}]" if rule.run.replicas else ""
+
+
+def rule_when(rule: Rule) -> str:
+    """What makes a rule fire, in a few words."""
+    on = rule.on
+    if on.type == "cron":
+        return f"{on.id} {on.pattern} {on.tz or 'UTC'}"
+    if on.type == "comment":
+        return json.dumps(on.phrase, ensure_ascii=False)
+    parts = list(on.action)
+    for name, words in (("any", on.any), ("all", on.all), ("none", on.none)):
+        if words:
+            parts.append(f"{name} {json.dumps(list(words), ensure_ascii=False)}")
+    if on.reviewState:
+        parts.append("/".join(on.reviewState))
+    if on.number:
+        parts.append(f"number {on.number}")
+    return " ".join(parts)
+
+
+def rules_table(rules: Sequence[Rule]) -> str:
+    heads = ("#", "FORGE", "TYPE", "WHEN", "FLOW", "")
+    rows = [
+        (r.index, r.run.kind, r.on.type, rule_when(r), r.run.flow, rule_badge(r))
+        for r in rules
+    ]
+    return table(heads, rows)
+
+
+#: Lines of SECURITY.md's "not defended" that `triggers show` repeats, each with
+#: the test that tells whether it applies to a rule.
+_RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
+    (
+        lambda rule: rule.run.replicas is not None,
+        "replicas multiply slots and tokens; only the caps bound them",
+    ),
+    (
+        lambda rule: (
+            rule.run.replicas is not None
+            and rule.on.type in ("pull_request", "comment")
+            and rule.run.publish == "agent"
+        ),
+        "on a request all replicas share one head branch, and nothing bounds what "
+        "they push (open question)",
+    ),
+    (
+        lambda rule: rule.run.publish == "agent",
+        "publish: agent puts the forge token into the box",
+    ),
+    (
+        lambda rule: (
+            rule.run.publish == "agent"
+            and rule.run.replicas is not None
+            and rule.run.kind not in ("github", "local")
+        ),
+        "all replicas then hold one operator token",
+    ),
+    (lambda rule: True, "the model provider sees the code"),
+)
+
+
+def rule_detail(rule: Rule) -> str:
+    """One rule: when, what it starts, its multiplier and the trust model."""
+    lines = [
+        f"trigger {rule.index}: {rule.on.type} {rule_when(rule)}",
+        f"starts: {json.dumps(msgspec.to_builtins(rule.run), ensure_ascii=False)}",
+    ]
+    n = rule.run.replicas
+    if n:
+        lines += [
+            f"multiplier: [x{n}] each delivery makes {n} jobs, takes {n} slots of the "
+            f"caps, costs about {n} times the tokens and opens {n} review requests",
+            "no replica's end cancels a sibling; a person compares and picks",
+        ]
+    lines.append("trust: started only on the word of someone the forge lets steer it")
+    lines += [f"note: {text}" for applies, text in _RULE_WARNINGS if applies(rule)]
+    return "\n".join(plain_text(line) for line in lines)
+
+
+# -- trying a delivery --------------------------------------------------------
+
+
+class TrialJob(msgspec.Struct, frozen=True):
+    id: str
+    dedup: str
+    branch: str | None
+    container: str
+    replica: int | None
+    replicas: int | None
+    title_marker: str | None
+
+
+class TrialTarget(msgspec.Struct, frozen=True):
+    type: str
+    number: int
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What a delivery would do and why; absent things are null."""
+
+    event: str | None
+    delivery: str
+    repo: str | None
+    target: TrialTarget | None
+    actor: str | None
+    authority: Literal["payload", "api", "none"]
+    rule: int | None
+    reason: str | None
+    jobs: tuple[TrialJob, ...]
+
+
+def try_delivery(
+    rules: Sequence[Rule],
+    kind: str,
+    path: Path,
+    headers: Sequence[str],
+    event: str | None,
+    secret: str | None,
+) -> Trial:
+    """Judge a stored delivery as the receiver would, touching nothing.
+
+    Raises `ConfigError` for a file or header that cannot be used.
+    """
+    forge = trial_forge(kind, secret)
+    try:
+        body = path.read_bytes()
+        given = trial_headers(forge, path, headers, event)
+        if secret is not None:
+            forge.verify(given, body)
+        parsed = forge.parse(given, body)
+    except (OSError, Unauthorized, Malformed) as error:
+        raise ConfigError(f"{path}: {error}", "give a delivery's raw body") from error
+    return _judge(rules, forge, parsed)
+
+
+def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
+    found = match_event(rules, event)
+    reason = found.reason if isinstance(found, Drop) else None
+    authority: Literal["payload", "api", "none"] = "none"
+    if isinstance(found, Match) and event.actor is None:
+        reason = "missing-sender-id"
+    elif isinstance(found, Match):
+        says = forge.authority(event)
+        authority = "api" if says == "ask" else "payload"
+        reason = "not-allowed" if says == "denied" else None
+    jobs = fan_out(found, event) if isinstance(found, Match) and not reason else ()
+    target = event.target
+    return Trial(
+        event=event.name,
+        delivery=event.delivery,
+        repo=event.repo,
+        target=TrialTarget(target.type, target.number) if target else None,
+        actor=event.actor.id if event.actor else None,
+        authority=authority,
+        rule=found.rule.index if isinstance(found, Match) else None,
+        reason=reason,
+        jobs=tuple(_trial_job(job) for job in jobs),
+    )
+
+
+def _trial_job(job: Job) -> TrialJob:
+    return TrialJob(
+        job.id,
+        job.dedup,
+        job.branch,
+        container_name(job.id),
+        job.replica,
+        job.replicas,
+        title_marker(job.replica, job.replicas) if job.branch else None,
+    )
+
+
+def trial_text(trial: Trial) -> str:
+    target = trial.target
+    what = f"{target.type} {target.number}" if target else "no target"
+    lines = [f"{trial.event or 'unknown event'} on {trial.repo or '-'}, {what}"]
+    if trial.reason:
+        lines.append(f"starts nothing: {trial.reason}")
+    else:
+        lines.append(f"rule {trial.rule}; who asked is known from: {trial.authority}")
+    for job in trial.jobs:
+        marker = f", title begins {job.title_marker!r}" if job.title_marker else ""
+        lines.append(f"  {job.id}: branch {job.branch or '-'}{marker}")
+        lines.append(f"    container {job.container}, key {job.dedup}")
+    return "\n".join(plain_text(line) for line in lines)
+
+
+def status_text(status: Status) -> str:
+    open_jobs = ", ".join(f"{n} {state}" for state, n in sorted(status.jobs.items()))
+    beat = iso(status.heartbeat) if status.heartbeat else "never"
+    lines = [
+        f"jobs: {open_jobs or 'none'}",
+        f"today: {status.used} of {status.daily_cap} slots used",
+        f"deliveries waiting for an answer about who asked: {status.pending}",
+        f"worker's last heartbeat: {beat}{'; PAUSED' if status.paused else ''}",
+    ]
+    lines += [f"  {word}: {n}" for word, n in sorted(status.counts.items())]
+    if status.problem:
+        lines.append(f"triggers file: {status.problem}")
+    return "\n".join(plain_text(line) for line in lines)
+
+
+# -- doctor -------------------------------------------------------------------
+
+
+class Check(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of doctor: ok, warn or fail, what was found, and the fix."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    fix: str | None = None
+
+
+_MARKS = {"ok": "✓", "warn": "⚠", "fail": "✗"}
+
+
+def checks_text(checks: Sequence[Check]) -> str:
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.state]} {check.name}: {check.found}")
+        if check.fix and check.state != "ok":
+            lines.append(f"    fix: {check.fix}")
+    return "\n".join(plain_text(line) for line in lines)
+
+
+def doctor(settings: Settings, triggers: Path) -> list[Check]:
+    """Every check, in the order a newcomer would meet the faults."""
+    checks: list[Check] = []
+    rules = _check_triggers(triggers, checks)
+    _check_replicas(settings, rules, checks)
+    _check_engine(settings, rules, checks)
+    _check_forges(settings, rules, checks)
+    _check_provider_keys(settings, rules, checks)
+    _check_egress(settings, checks)
+    _check_store(settings, checks)
+    _check_modes(settings, checks)
+    return checks
+
+
+def _check_triggers(path: Path, checks: list[Check]) -> tuple[Rule, ...]:
+    try:
+        rules = read_triggers(path)
+    except Faults as faults:
+        fix = "see `pidispatch triggers check`"
+        for fault in faults.faults:
+            checks.append(Check("triggers", "fail", f"{path}: {fault}", fix))
+        return ()
+    state: Literal["ok", "warn"] = "ok" if rules else "warn"
+    found = f"{len(rules)} rules in {path}"
+    checks.append(Check("triggers", state, found, "add a rule; see the README"))
+    return rules
+
+
+def _check_replicas(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    """How many rules multiply, what one delivery burns, and whether they race."""
+    sets = [(rule.index, rule.run.replicas) for rule in rules if rule.run.replicas]
+    if not sets:
+        checks.append(Check("replicas", "ok", "no trigger sets replicas"))
+        return
+    burns = ", ".join(f"triggers[{i}] burns {n} slots a delivery" for i, n in sets)
+    noun = "trigger sets" if len(sets) == 1 else "triggers set"
+    checks.append(Check("replicas", "ok", f"{len(sets)} {noun} replicas: {burns}"))
+    largest = max(n for _, n in sets if n)
+    if settings.concurrency < largest:
+        found = f"PI_CONCURRENCY={settings.concurrency} is below a set of {largest}"
+        fix = f"set PI_CONCURRENCY={largest}, or accept that replicas run in turn"
+        checks.append(Check("concurrency", "warn", found, fix))
+    if settings.daily_cap < largest:
+        found = f"PI_DAILY_CAP={settings.daily_cap} cannot hold a set of {largest}"
+        checks.append(Check("caps", "fail", found, f"set it to at least {largest}"))
+
+
+def _check_engine(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    engine = DockerEngine(settings, "doctor")
+    try:
+        version = engine.api.version()
+    except InfraError as error:
+        checks.append(Check("engine", "fail", error.message, error.fix))
+        return
+    where = f"{engine.api.base_url} Docker {version['Version']}"
+    checks.append(Check("engine", "ok", f"{where}, API {version['ApiVersion']}"))
+    replicated = {r.run.image for r in rules if r.run.replicas}
+    for tag in sorted({r.run.image for r in rules if r.run.image}):
+        _check_image(engine, tag, tag in replicated, checks)
+    _check_image(engine, settings.job_image, None in replicated, checks)
+    _check_gate_image(engine, settings.gate_image, checks)
+
+
+def _check_image(
+    engine: DockerEngine, tag: str, replicated: bool, checks: list[Check]
+) -> None:
+    image = engine.image(tag)
+    if image is None:
+        fix = "pidispatch build-image"
+        checks.append(Check("job image", "fail", f"{tag} is not on this machine", fix))
+        return
+    listed = ", ".join(sorted(image.capabilities)) or "no capabilities"
+    version = image.labels.get(LABEL + "pi-version", "unknown")
+    found = f"{tag}: pi {version}; {listed}"
+    if replicated and "replicas" not in image.capabilities:
+        fix = "rebuild it with `pidispatch build-image`; replica jobs are refused"
+        checks.append(Check("job image", "fail", found, fix))
+    else:
+        checks.append(Check("job image", "ok", found))
+
+
+def _check_gate_image(engine: DockerEngine, tag: str, checks: list[Check]) -> None:
+    image = engine.image(tag)
+    if image is None or "gate" not in image.capabilities:
+        found = f"{tag} is not here or has no gate"
+        checks.append(Check("gate image", "fail", found, "pidispatch build-image"))
+    else:
+        checks.append(Check("gate image", "ok", tag))
+
+
+def _check_forges(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    served = forges_of(settings)
+    for kind in sorted({r.run.kind for r in rules if r.run.kind in FORGES}):
+        if kind not in served:
+            variable = FORGES[kind].secret_variable
+            found = f"rules name {kind}, which is not served"
+            checks.append(Check(kind, "fail", found, f"set {variable}"))
+    for kind, forge in served.items():
+        try:
+            own = forge.own_id()
+        except PidispatchError as error:
+            checks.append(Check(kind, "fail", error.message, error.fix))
+            continue
+        hint = "GitHub never redelivers by itself" if kind == "github" else ""
+        checks.append(Check(kind, "ok", f"served; token works (id {own}). {hint}"))
+    if not served:
+        found = "no forge is served"
+        fix = "set WEBHOOK_SECRET and GITHUB_PAT; see the README"
+        checks.append(Check("forges", "fail", found, fix))
+
+
+def _check_provider_keys(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    names = {settings.provider, *(r.run.provider for r in rules if r.run.provider)}
+    for name in sorted(names):
+        provider = settings.providers.get(name)
+        if provider is None:
+            fix = "add it to PI_PROVIDERS_FILE"
+            checks.append(Check("provider", "fail", f"{name} is unknown", fix))
+        elif name not in settings.keys:
+            fix = f"set {provider.key_variable}"
+            checks.append(Check("provider", "fail", f"{name} has no key", fix))
+        else:
+            checks.append(Check("provider", "ok", f"{name}: key set"))
+
+
+def _check_egress(settings: Settings, checks: list[Check]) -> None:
+    if settings.isolated:
+        hosts = ", ".join(settings.egress_allow) or "nothing but the model"
+        checks.append(Check("egress", "ok", f"isolated; a job reaches {hosts}"))
+    else:
+        found = "PI_EGRESS=0: JOBS ARE NOT ISOLATED FROM THE NETWORK"
+        checks.append(Check("egress", "warn", found, "remove PI_EGRESS"))
+
+
+def _check_store(settings: Settings, checks: list[Check]) -> None:
+    import sqlite3
+
+    if not settings.db.exists():
+        found = f"{settings.db} is made by the first `pidispatch serve`"
+        checks.append(Check("store", "ok", found))
+        return
+    try:
+        answer = Reader(settings.db).integrity()
+    except (sqlite3.Error, PidispatchError) as error:
+        answer = str(error)
+    if answer == "ok":
+        checks.append(Check("store", "ok", f"{settings.db} is sound"))
+    else:
+        fix = "restore a backup (`pidispatch backup` makes one)"
+        checks.append(Check("store", "fail", f"{settings.db}: {answer}", fix))
+    if sqlite3.sqlite_version_info < (3, 51, 3):
+        found = f"SQLite {sqlite3.sqlite_version}: only one process may checkpoint"
+        checks.append(Check("sqlite", "ok", f"{found}, and only the worker does"))
+
+
+def _check_modes(settings: Settings, checks: list[Check]) -> None:
+    for path in (Path(".env"), settings.db):
+        if path.exists() and path.stat().st_mode & 0o077:
+            found = f"{path} can be read by others"
+            checks.append(Check("modes", "warn", found, f"chmod 600 {path}"))
+
+
+# -- the image ----------------------------------------------------------------
+
+
+def image_context(folder: Path, ca: Path | None) -> None:
+    """Lay out the build context: image/, the rendered HARD_RULES, a CA bundle."""
+    import shutil
+
+    shutil.copytree(
+        resource("image"),
+        folder,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("node_modules", "__pycache__", "test*"),
+    )
+    (folder / "HARD_RULES.md").write_text(hard_rules(), "utf-8")
+    if ca:
+        shutil.copyfile(ca, folder / "build-ca.crt")
+
+
+def build_image(
+    engine: DockerEngine, tag: str, base: str | None, ca: Path | None
+) -> Iterator[str]:
+    """Build the job image; yields the engine's lines. Raises `InfraError`."""
+    import tempfile
+
+    arguments = {"PI_VERSION": PI_VERSION}
+    if base:
+        arguments["BASE_IMAGE"] = base
+    with tempfile.TemporaryDirectory() as name:
+        image_context(Path(name), ca)
+        lines = engine.api.build(
+            path=name, tag=tag, buildargs=arguments, rm=True, decode=True
+        )
+        for line in lines:
+            if "error" in line:
+                raise InfraError(
+                    f"the image was not built: {line['error'].strip()}",
+                    "without a registry: `pidispatch build-image --offline`",
+                )
+            if line.get("stream", "").strip():
+                yield line["stream"].rstrip()
+
 
 # =============================================================================
 # cli
+#
+# click commands: parsing and calling. A user's mistake is one line and a fix,
+# never a traceback.
 # =============================================================================
 
 
-@click.group()
+class Commands(click.Group):
+    """A group whose commands report our errors in one line, with their exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PidispatchError as error:
+            click.echo(f"pidispatch: {error.message}", err=True)
+            if error.fix:
+                click.echo(f"  fix: {error.fix}", err=True)
+            ctx.exit(error.exit_code)
+
+
+def settings_of(db: Path | None = None) -> Settings:
+    settings = load_settings()
+    return dataclasses.replace(settings, db=db) if db else settings
+
+
+def triggers_path(settings: Settings, named: Path | None) -> Path:
+    """The file `serve` takes: named, PI_TRIGGERS_FILE, else ./triggers.json."""
+    return named or settings.triggers_file or Path("triggers.json")
+
+
+def emit(value: Any, text: Callable[[], str], as_json: bool) -> None:
+    """The one way to print: typed JSON, or the text for a person."""
+    if as_json:
+        plain = msgspec.to_builtins(value)
+        click.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+    else:
+        click.echo(text())
+
+
+_path_type = click.Path(path_type=Path)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+db_option = click.option("--db", type=_path_type, help="The queue's file (PI_DB).")
+file_argument = click.argument("file", type=_path_type, required=False)
+triggers_option = click.option(
+    "--triggers", "triggers_file", type=_path_type, help="The rules' file."
+)
+
+
+@click.group(cls=Commands)
 @click.version_option(__version__)
 def main() -> None:
     """The queue, the budget and the box for the Pi coding agent."""
+
+
+@main.command()
+@db_option
+@triggers_option
+@click.option("--no-worker", is_flag=True, help="Receive only; run no jobs.")
+@click.option("--stop-jobs", is_flag=True, help="On exit, end running jobs as well.")
+def serve(
+    db: Path | None, triggers_file: Path | None, no_worker: bool, stop_jobs: bool
+) -> None:
+    """Receive deliveries and run jobs until stopped."""
+    settings = settings_of(db)
+    set_up_logging(settings)
+    service = Service(settings, triggers_path(settings, triggers_file))
+    service.start(worker=not no_worker)
+    click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
+    wait_for_signal()
+    service.stop(end_jobs=stop_jobs)
+
+
+def wait_for_signal() -> None:
+    import signal
+
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    asked.wait()
+
+
+_ENV_TEMPLATE = """\
+# Settings of pidispatch; `pidispatch doctor` checks them. Keep this file private.
+# The webhook's secret, as typed into the forge. Without one nothing is served.
+WEBHOOK_SECRET={secret}
+# A token that may push branches and open pull requests.
+#GITHUB_PAT=
+# The model provider's key.
+#ANTHROPIC_API_KEY=
+"""
+
+_TRIGGERS_TEMPLATE = """\
+{
+  "$schema": "./triggers.schema.json",
+  "triggers": [
+    {
+      "on": { "type": "label", "any": ["pi:fix"] },
+      "run": { "kind": "github", "flow": "fix-issue" }
+    },
+    {
+      "on": { "type": "label", "any": ["pi:urgent"] },
+      "run": { "kind": "github", "flow": "fix-issue", "replicas": 2 }
+    }
+  ]
+}
+"""
+
+
+@main.command()
+@click.argument("folder", type=_path_type, default=".")
+def init(folder: Path) -> None:
+    """Write .env, triggers.json and limits.json; nothing is ever overwritten."""
+    folder.mkdir(parents=True, exist_ok=True)
+    schema = json.dumps(triggers_schema(), indent=2) + "\n"
+    files = (
+        (".env", _ENV_TEMPLATE.format(secret=secrets.token_hex(32)), 0o600),
+        ("triggers.json", _TRIGGERS_TEMPLATE, 0o644),
+        ("triggers.schema.json", schema, 0o644),
+        ("limits.json", '{"scopes": [], "pauseWindows": []}\n', 0o644),
+    )
+    for name, text, mode in files:
+        click.echo(f"{_create(folder / name, text, mode)} {folder / name}")
+    click.echo("next: put your tokens into .env, then run `pidispatch doctor`")
+
+
+def _create(path: Path, text: str, mode: int) -> str:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        return "kept   "
+    with os.fdopen(descriptor, "w", encoding="utf-8") as sink:
+        sink.write(text)
+    return "created"
+
+
+@main.command()
+@json_option
+def demo(as_json: bool) -> None:
+    """See the whole path with no credentials: one issue, two replicas, two diffs."""
+    import pidispatch_demo
+
+    pidispatch_demo.run_demo(as_json=as_json)
+
+
+@main.group()
+def triggers() -> None:
+    """Look at the rules; they are changed by editing the file."""
+
+
+@triggers.command("list")
+@file_argument
+@json_option
+def triggers_list(file: Path | None, as_json: bool) -> None:
+    """One line a rule, `[x2]` where it makes replicas."""
+    rules = read_triggers(triggers_path(load_settings(), file))
+    emit(rules, lambda: rules_table(rules), as_json)
+
+
+@triggers.command("show")
+@click.argument("index", type=int)
+@file_argument
+@json_option
+def triggers_show(index: int, file: Path | None, as_json: bool) -> None:
+    """One rule, its multiplier and what it trusts."""
+    path = triggers_path(load_settings(), file)
+    rules = read_triggers(path)
+    if not 0 <= index < len(rules):
+        raise ConfigError(
+            f"{path} has no trigger {index}", f"it has {len(rules)}, counted from 0"
+        )
+    emit(rules[index], lambda: rule_detail(rules[index]), as_json)
+
+
+@triggers.command("check")
+@file_argument
+def triggers_check(file: Path | None) -> None:
+    """Validate the file without starting anything; exit 0 or 2."""
+    path = triggers_path(load_settings(), file)
+    rules = read_triggers(path)
+    click.echo(f"{path}: {len(rules)} rules, no fault")
+
+
+@triggers.command("schema")
+def triggers_schema_command() -> None:
+    """The JSON Schema of triggers.json, for an editor."""
+    click.echo(json.dumps(triggers_schema(), indent=2))
+
+
+@triggers.command("try")
+@click.argument("forge", type=click.Choice(sorted(FORGES)))
+@click.argument("delivery", type=_path_type)
+@file_argument
+@click.option("--header", "headers", multiple=True, help="'Name: value'; repeatable.")
+@click.option("--event", help="The event's name, when no header says it.")
+@click.option("--secret", help="Check the signature with this secret.")
+@json_option
+def triggers_try(
+    forge: str,
+    delivery: Path,
+    file: Path | None,
+    headers: tuple[str, ...],
+    event: str | None,
+    secret: str | None,
+    as_json: bool,
+) -> None:
+    """What would this delivery do, and why? Touches no store and no API."""
+    rules = read_triggers(triggers_path(load_settings(), file))
+    trial = try_delivery(rules, forge, delivery, headers, event, secret)
+    emit(trial, lambda: trial_text(trial), as_json)
+
+
+@main.command()
+@db_option
+@click.option("--limit", default=50, show_default=True, help="How many.")
+@json_option
+def runs(db: Path | None, limit: int, as_json: bool) -> None:
+    """Jobs and their ends, newest first; --json exports the records."""
+    reader = Reader(settings_of(db).db)
+    if as_json:
+        emit(reader.records(limit), str, True)
+    else:
+        click.echo(runs_table(reader.runs(limit)))
+
+
+@main.command()
+@click.argument("job")
+@db_option
+@json_option
+def show(job: str, db: Path | None, as_json: bool) -> None:
+    """One run: its record, its request, and its siblings by job id."""
+    reader = Reader(settings_of(db).db)
+    run, record, others = reader.run(job)
+    value = {"run": run, "record": record, "siblings": others}
+    emit(value, lambda: run_detail(run, record, others), as_json)
+
+
+@main.command()
+@click.argument("job")
+@db_option
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+def logs(job: str, db: Path | None, follow: bool) -> None:
+    """What a job's box says: live, or the kept log."""
+    settings = settings_of(db)
+    reader = Reader(settings.db)
+    run, _, _ = reader.run(job)
+    kept = settings.state_dir / "logs" / f"{container_name(job)}.log"
+    if kept.is_file():
+        click.echo(kept.read_text("utf-8", "replace"), nl=False)
+        return
+    if run.state not in ("starting", "running"):
+        raise ConfigError(
+            f"no log of {job} was kept", "set PI_CAPTURE_JOB_LOGS=1 for later jobs"
+        )
+    engine = DockerEngine(settings, reader.flag("instance") or "")
+    for line in engine.log_lines(container_name(job), follow=follow):
+        click.echo(plain_text(line))
+
+
+@main.command()
+@db_option
+@json_option
+def status(db: Path | None, as_json: bool) -> None:
+    """Queue, spend today, counts of deliveries, and what is wrong."""
+    settings = settings_of(db)
+    state = Reader(settings.db).status(Caps.of(settings), time.time())
+    emit(state, lambda: status_text(state), as_json)
+
+
+@main.command("doctor")
+@triggers_option
+@db_option
+@json_option
+def doctor_command(triggers_file: Path | None, db: Path | None, as_json: bool) -> None:
+    """Check everything a run needs; exit 1 when something is broken."""
+    settings = settings_of(db)
+    checks = doctor(settings, triggers_path(settings, triggers_file))
+    emit(checks, lambda: checks_text(checks), as_json)
+    if any(check.state == "fail" for check in checks):
+        sys.exit(1)
+
+
+@main.command("build-image")
+@click.option("--tag", help="Tag of the result (PI_JOB_IMAGE).")
+@click.option("--base", help="Base image with Node 22.19 or newer and npm.")
+@click.option("--offline", is_flag=True, help="Make the base locally, no registry.")
+@click.option("--ca", type=_path_type, help="CA bundle that the build must trust.")
+@click.option("-q", "--quiet", is_flag=True, help="Print the tag only.")
+def build_image_command(
+    tag: str | None, base: str | None, offline: bool, ca: Path | None, quiet: bool
+) -> None:
+    """Build the job image."""
+    import subprocess
+
+    settings = load_settings()
+    if offline:
+        base = base or OFFLINE_BASE
+        script = ["sh", str(resource("image", "offline-base.sh")), base]
+        if subprocess.run(script).returncode:
+            raise InfraError("the offline base was not made", "see its output above")
+    name = tag or settings.job_image
+    for line in build_image(DockerEngine(settings, "build"), name, base, ca):
+        if not quiet:
+            click.echo(plain_text(line))
+    click.echo(name)
+
+
+@main.command("verify-image")
+@click.argument("tag")
+@json_option
+def verify_image_command(tag: str, as_json: bool) -> None:
+    """Check that an image is what its labels claim; exit 1 on the first lie."""
+    import verify_image
+
+    sys.exit(verify_image.run(tag, as_json=as_json))
 
 
 if __name__ == "__main__":

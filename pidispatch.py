@@ -430,7 +430,7 @@ def _zone(text: str) -> str:
 
     try:
         ZoneInfo(text)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, KeyError) as error:
         raise ValueError("must be an IANA time zone such as Europe/Berlin") from error
     return text
 
@@ -2799,19 +2799,13 @@ class DockerBox:
 
     def _job_host_config(self) -> Any:
         assert self.spec
-        settings, image = self.engine.settings, self.spec.image
+        options = job_options(self.engine.settings, self.spec.image, self.engine.cpus)
         return self.engine.api.create_host_config(
             network_mode=network_name(self.job),
             extra_hosts={"gate": self.gate_address},
             dns_opt=["timeout:1", "attempts:1"],
-            pids_limit=512,
-            mem_limit=settings.job_memory,
-            memswap_limit=settings.job_memory,
-            nano_cpus=self.engine.cpus * 1_000_000_000,
-            shm_size="256m",
-            tmpfs=_tmpfs(image),
             mounts=self._mounts(),
-            **_HARDENING,
+            **options,
         )
 
     def _mounts(self) -> list[Any]:
@@ -2913,6 +2907,19 @@ _HARDENING: dict[str, Any] = {
     "ipc_mode": "private",
     "log_config": {"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
 }
+
+
+def job_options(settings: Settings, image: Image, cpus: int) -> dict[str, Any]:
+    """What every job container runs under; `verify-image` uses the same."""
+    return {
+        "pids_limit": 512,
+        "mem_limit": settings.job_memory,
+        "memswap_limit": settings.job_memory,
+        "nano_cpus": cpus * 1_000_000_000,
+        "shm_size": "256m",
+        "tmpfs": _tmpfs(image),
+        **_HARDENING,
+    }
 
 
 def _tmpfs(image: Image) -> dict[str, str]:

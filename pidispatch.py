@@ -39,12 +39,13 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import (
     IO,
     TYPE_CHECKING,
+    Annotated,
     Any,
     ClassVar,
     Literal,
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     import docker
     import requests
     import sqlite_utils
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
 
 T = TypeVar("T")
 
@@ -1011,19 +1014,1069 @@ class Drop(msgspec.Struct, frozen=True):
     reason: str
 
 
+# -- what of a comment is prose, and whether a phrase stands in it ------------
+
+#: GitHub's own limit of a comment. Of a longer one only this much is read, so
+#: that the time a stranger's comment can take stays bounded.
+_COMMENT_MAX = 65_536
+#: Stands in a line for what is not prose (code, image, address), so that its
+#: neighbours do not meet.
+_GAP = "\ufffc"
+#: Stands before a character that was escaped; a format character, so that no
+#: comment can bring its own.
+_ESCAPE = "\ufff9"
+_ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]{0,31}://|www\.)\S+", re.I)
+_TAG = re.compile(r"<!--.*?(?:-->|\Z)|<(/?)([a-z][a-z0-9-]*)[^<>]*>", re.I | re.S)
+_SET_APART = frozenset(("blockquote", "code", "pre", "script", "style"))
+_BREAKS = re.compile(r"br|div|h[1-6]|li|ol|p|table|t[dhr]|ul", re.I)
+
+
+def _without_format(text: str) -> str:
+    """The text without zero-width characters, accents composed."""
+    import unicodedata
+
+    if text.isascii():
+        return text
+    hidden = {ord(c): None for c in set(text) if unicodedata.category(c) == "Cf"}
+    return unicodedata.normalize("NFC", text.translate(hidden))
+
+
+def _set_apart(depth: int, tag: re.Match[str]) -> int:
+    """How many quoting or code elements are open after this tag."""
+    if (tag[2] or "").lower() not in _SET_APART:
+        return depth
+    return max(0, depth - 1) if tag[1] else depth + 1
+
+
+def _html_prose(text: str) -> Iterator[str]:
+    """The lines of a work item's comment, which Azure sends as HTML."""
+    from html import unescape
+
+    depth = last = 0
+    parts: list[str] = []
+    for tag in _TAG.finditer(text + "<br>"):
+        shown = _without_format(unescape(text[last : tag.start()]))
+        parts.append(_GAP if depth and shown else shown)
+        parts.append("\n" if _BREAKS.fullmatch(tag[2] or "") else "")
+        depth, last = _set_apart(depth, tag), tag.end()
+    yield "".join(parts)
+
+
+@functools.cache
+def _markdown() -> MarkdownIt:
+    """CommonMark with tables; lines are parsed only where they may matter."""
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("commonmark").enable("table").disable(["inline", "text_join"])
+
+
+def _markdown_prose(text: str, needle: str) -> Iterator[str]:
+    """The paragraphs, headings and list items that may hold `needle`."""
+    env: dict[str, Any] = {}
+    quotes = depth = 0
+    opened = ""
+    for token in _markdown().parse(text, env):
+        if token.type == "html_block":
+            depth = functools.reduce(_set_apart, _TAG.finditer(token.content), depth)
+        elif token.type in ("blockquote_open", "blockquote_close"):
+            quotes += token.nesting
+        elif (
+            opened in ("paragraph_open", "heading_open")
+            and quotes + depth == 0
+            and (needle in token.content or "&" in token.content)
+        ):
+            yield _line_prose(token.content, env)
+        opened = token.type
+
+
+def _line_prose(content: str, env: dict[str, Any]) -> str:
+    tokens: list[Token] = []
+    _markdown().inline.parse(content, _markdown(), env, tokens)
+    parts, depth = [], 0
+    for token in tokens:
+        if token.type == "html_inline":
+            depth = functools.reduce(_set_apart, _TAG.finditer(token.content), depth)
+        elif token.markup == "autolink":
+            depth += token.nesting
+        else:
+            parts.append(_GAP if depth else _plain(token))
+    return "".join(parts)
+
+
+def _plain(token: Token) -> str:
+    if token.type in ("text", "text_special"):
+        escaped = _ESCAPE if token.info == "escape" else ""
+        return escaped + _without_format(token.content)
+    if token.type in ("softbreak", "hardbreak"):
+        return "\n"
+    return _GAP if token.type in ("code_inline", "image") else ""
+
+
+def _joins(character: str, signs: str) -> bool:
+    """Whether a neighbour makes the phrase part of a longer word or handle."""
+    import unicodedata
+
+    if not character:
+        return False
+    letter = character.isalnum() or unicodedata.category(character)[0] == "M"
+    return letter or character in signs
+
+
+def _stands_alone(text: str, start: int, end: int) -> bool:
+    after = text[end:].removeprefix(_ESCAPE)[:2]
+    if _joins(text[max(start - 1, 0) : start], "_@\\/.-" + _ESCAPE):
+        return False
+    if after[:1] in (".", "'", "\u2019"):
+        return not _joins(after[1:], "")
+    return not _joins(after[:1], "_-/@")
+
+
+def _word_after(phrase: str, prose: Iterable[str]) -> str | None:
+    """The word after the first mention of `phrase`, "" if none follows.
+
+    None when the phrase stands nowhere as a token of its own.
+    """
+    spelled = f"{_ESCAPE}?".join(map(re.escape, _without_format(phrase)))
+    for text in prose:
+        plain = _ADDRESS.sub(_GAP, text)
+        for found in re.finditer(f"(?=({spelled}))", plain):
+            if _stands_alone(plain, *found.span(1)):
+                return _next_word(plain[found.end(1) :].replace(_ESCAPE, ""))
+    return None
+
+
+def _next_word(rest: str) -> str:
+    found = re.match(r"\S*[^\S\n]+(\S+)", rest)
+    word = found[1] if found else ""
+    return word.rstrip("".join(c for c in word if not c.isalnum()))
+
+
+def _mentioned(
+    phrase: str, comment: str, form: Literal["html", "markdown"]
+) -> str | None:
+    """`_word_after` for a comment as the forge sent it."""
+    text = _without_format(comment[:_COMMENT_MAX])
+    if form == "html":
+        return _word_after(phrase, _html_prose(text))
+    needle = max(re.findall(r"[^\W_]+", _without_format(phrase)), key=len, default="")
+    if needle not in text and "&" not in text:
+        return None
+    return _word_after(phrase, _markdown_prose(text, needle))
+
+
+# -- the rows: every field, where it may stand, its type and its rule ---------
+
+_KINDS = ("local", *FORGES)
+_TYPES = ("cron", "label", "comment", "pull_request", "issue")
+_VISIBLE = r"[^\s\x00-\x1f\x7f]"
+_LINE = rf"{_VISIBLE}(?:[^\x00-\x1f\x7f]*{_VISIBLE})?$(?!\n)"
+#: The same under a type checker's blind eye: they take values of tables here.
+_literal: Any = Literal
+_tuple: Any = tuple
+_annotated: Any = Annotated
+
+_Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
+_Line = Annotated[str, msgspec.Meta(pattern="^" + _LINE)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
+_Labels = tuple[_Text, ...]
+
+
+def _matching(pattern: str) -> Any:
+    """A string type; `$(?!\\n)` is an end that no newline slips behind."""
+    return _annotated[str, msgspec.Meta(pattern=pattern)]
+
+
+def _several(kind: Any) -> Any:
+    unique = msgspec.Meta(min_length=1, extra_json_schema={"uniqueItems": True})
+    return _annotated[_tuple[kind, ...], unique]
+
+
+def _repeats(values: Sequence[str]) -> str | None:
+    again = next((v for i, v in enumerate(values) if v in values[:i]), None)
+    return None if again is None else f"names {json.dumps(again)} twice"
+
+
+def _cron_fault(pattern: str) -> str | None:
+    from datetime import UTC, datetime
+
+    from cronsim import CronSim, CronSimError
+
+    try:
+        next(CronSim(pattern, datetime(2025, 1, 1, tzinfo=UTC)))
+    except StopIteration:
+        return "names a time that never comes"
+    except (CronSimError, ValueError) as error:
+        return f"is not a cron pattern: {error}"
+    return None
+
+
+@functools.cache
+def _zones() -> frozenset[str]:
+    from zoneinfo import available_timezones
+
+    return frozenset(available_timezones() - {"localtime"}) | {"UTC"}
+
+
+def _zone_fault(name: str) -> str | None:
+    if name in _zones():
+        return None
+    return "is not an IANA time zone in its exact spelling, such as Europe/Berlin"
+
+
+def _phrase_fault(phrase: str) -> str | None:
+    if phrase != _without_format(phrase):
+        return "holds invisible or uncomposed characters and could never be found"
+    if _mentioned(phrase, f"x {phrase}", "markdown") is None:
+        return "could never fire: a comment with it is read as markup, not as text"
+    return None
+
+
+def _folder_fault(folder: str) -> str | None:
+    """Why a folder is not the top of a git work tree (its `.git` decides)."""
+    path = Path(folder)
+    if not path.is_absolute():
+        return "must be an absolute path"
+    try:
+        if not path.is_dir():
+            return "is not a directory here"
+        git = path / ".git"
+        linked = git.is_file() and git.read_bytes()[:8] == b"gitdir: "
+        if linked or (git / "HEAD").is_file():
+            return None
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {type(error).__name__}"
+    return "is not the top of a git work tree; run `git init` there or name its top"
+
+
+class _Row(NamedTuple):
+    """One field: its type, what a wrong value is told, and where it may stand.
+
+    `where` lists trigger types (for `on`) or kinds (for `run`); empty is
+    everywhere, and `elsewhere` says why not. `each` is told to a wrong item of
+    an array. `fault` looks at a value of the right type. `required` holds
+    wherever the field may stand.
+    """
+
+    kind: Any
+    why: str
+    where: tuple[str, ...] = ()
+    each: str = ""
+    fault: Callable[[Any], str | None] = lambda value: None
+    required: bool = False
+    elsewhere: str = ""
+
+
+_LABELLED = ("label", "pull_request")
+_ACTED = ("pull_request", "issue")
+_LABEL_WHY = "must be an array of label names", _LABELLED, "must be a label name"
+
+_ON: dict[str, _Row] = {
+    "type": _Row(
+        _literal[_TYPES], f"must be one of {', '.join(_TYPES)}", required=True
+    ),
+    "id": _Row(
+        _matching(r"^[A-Za-z0-9._-]+$(?!\n)"),
+        "must be letters, digits, '.', '_' or '-'",
+        ("cron",),
+        required=True,
+    ),
+    "pattern": _Row(
+        _matching(r"^[0-9A-Z*,/#-]+(?: +[0-9A-Z*,/#-]+){4,5}$(?!\n)"),
+        "must be a cron pattern of 5 or 6 fields, names such as MON in capitals",
+        ("cron",),
+        fault=_cron_fault,
+        required=True,
+    ),
+    "tz": _Row(str, "must be an IANA time zone", ("cron",), fault=_zone_fault),
+    "any": _Row(_Labels, *_LABEL_WHY),
+    "all": _Row(_Labels, *_LABEL_WHY),
+    "none": _Row(_Labels, *_LABEL_WHY),
+    "match": _Row(
+        Literal["added", "present"],
+        "must be added (the default) or present",
+        _LABELLED,
+    ),
+    "phrase": _Row(
+        _Line,
+        "must be a phrase on one line without spaces around it",
+        ("comment",),
+        fault=_phrase_fault,
+        required=True,
+    ),
+    "action": _Row(
+        _several(str),
+        "must be a non-empty array of actions",
+        _ACTED,
+        "must be an action's name",
+        _repeats,
+        required=True,
+    ),
+    "reviewState": _Row(
+        _several(_literal[REVIEW_STATES]),
+        f"must be a non-empty array out of {', '.join(REVIEW_STATES)}",
+        ("pull_request",),
+        f"must be one of {', '.join(REVIEW_STATES)}",
+        _repeats,
+    ),
+    "number": _Row(
+        _Count, "must be the whole number of an issue or request, 1 or more", _ACTED
+    ),
+}
+
+_REPLICAS_WHY = (
+    f"must be a whole number from 2 to {REPLICAS_MAX}: 1 is a field that does"
+    " nothing, and one more than the default three slots would queue instead of"
+    " racing; remove the field for a single run"
+)
+_REFERENCE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[^\s\x00-\x1f\x7f]+$(?!\n)"
+_COUNT_WHY = "must be a whole number, 1 or more"
+_FORGE_KINDS = tuple(FORGES)
+
+_RUN: dict[str, _Row] = {
+    "kind": _Row(
+        _literal[_KINDS], f"must be one of {', '.join(_KINDS)}", required=True
+    ),
+    "flow": _Row(
+        _matching(r"^[a-z0-9](?:[a-z0-9_-]{0,62}[a-z0-9])?$(?!\n)"),
+        "must name a flow: 1 to 64 of a-z, 0-9, '_' and '-', a letter or digit at"
+        " both ends",
+        required=True,
+    ),
+    "replicas": _Row(
+        Annotated[int, msgspec.Meta(ge=2, le=REPLICAS_MAX)],
+        _REPLICAS_WHY,
+        _FORGE_KINDS,
+        elsewhere="a local run edits the operator's own folder in place, and two"
+        " replicas would edit one tree",
+    ),
+    "replicaModels": _Row(
+        _tuple[_matching(_REFERENCE), ...],
+        "must be an array of provider/model, one for each replica",
+        _FORGE_KINDS,
+        "must be provider/model",
+    ),
+    "image": _Row(
+        _matching("^(?!-)" + _LINE),
+        "must be an image reference: no spaces around it, not starting with '-'",
+    ),
+    "instructions": _Row(
+        Annotated[str, msgspec.Meta(pattern=r"\S", max_length=2_000)],
+        "must be 1 to 2,000 characters that are not all blank",
+        _FORGE_KINDS,
+        elsewhere="say it in run.task",
+    ),
+    "resume": _Row(bool, "must be true or false"),
+    "publish": _Row(
+        Literal["host", "agent"], "must be host (the default) or agent", _FORGE_KINDS
+    ),
+    "repository": _Row(
+        _matching(rf"^(?!\.\.?$)(?!.*/){_LINE}"),
+        "must be a repository's name, without '/' and without spaces around it",
+    ),
+    "folder": _Row(
+        _Text,
+        "must be an absolute path",
+        ("local",),
+        fault=_folder_fault,
+        required=True,
+    ),
+    "task": _Row(_Text, "must say what to do", ("local",), required=True),
+    "allowDirty": _Row(bool, "must be true or false", ("local",)),
+    "provider": _Row(
+        _matching(rf"^{_PROVIDER_NAME.pattern}$(?!\n)"),
+        "must be a provider's name: letters, digits, '.', '_' or '-'",
+    ),
+    "model": _Row(
+        _matching(rf"^{_VISIBLE}+$(?!\n)"), "must be a model's name, without spaces"
+    ),
+    "maxTurns": _Row(_Count, _COUNT_WHY),
+    "maxTokens": _Row(_Count, _COUNT_WHY),
+    "excludeTools": _Row(
+        _several(_literal[TOOLS]),
+        f"must be a non-empty array out of {', '.join(TOOLS)}",
+        each=f"must be one of {', '.join(TOOLS)}",
+        fault=_repeats,
+    ),
+    "forkJoin": _Row(bool, "must be true or false"),
+}
+
+#: Fields of pi-dispatch, the system whose file format this one follows, that
+#: have no counterpart here, and what to do instead.
+_FOREIGN = {
+    "backend": "every job runs in the local Docker Engine",
+    "command": "name a skill with run.flow",
+    "disarmed": "remove the rule",
+    "github": "a local job gets no forge token",
+    "maxCostUsd": "set run.maxTokens",
+    "models": "set run.provider and run.model, or run.replicaModels",
+    "noTools": "set run.excludeTools",
+    "once": "remove the rule when it has done its work",
+    "packages": "bake what a job needs into its image (run.image)",
+    "secrets": "the box gets no secrets",
+    "secretsProfile": "the box gets no secrets",
+    "skillsDir": "skills come from .pi/skills of the serviced repository",
+    "tools": "set run.excludeTools",
+    "waitFor": "a rule starts work at once; `pidispatch pause` holds the queue",
+}
+
+
+# -- the file: positions, duplicates, what JSON does not allow ----------------
+
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL)
+_DEPTH_MAX = 64
+
+
+def _child(path: str, key: str | int | None) -> str:
+    """`triggers[3].run` style; keys that are no plain name are quoted."""
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    if key is None or not re.fullmatch(r"[A-Za-z_$][A-Za-z0-9_$-]{0,63}", key):
+        return path if key is None else f"{path}[{_shown(key)}]"
+    return f"{path}.{key}" if path else key
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut where a fault would become unreadable."""
+    if value is msgspec.UNSET:
+        return "(absent)"
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:119] + "…"
+
+
+def _position(text: str, offset: int) -> str:
+    line = text.count("\n", 0, offset) + 1
+    return f"line {line}, column {offset - text.rfind(chr(10), 0, offset)}"
+
+
+def _parse(raw: bytes, faults: list[str]) -> Any:
+    """The file's value, or UNSET when it is not JSON at all."""
+    body = raw.removeprefix(b"\xef\xbb\xbf")
+    try:
+        text = body.decode()
+        _refuse_depth(text)
+        # Digits beyond these are out of any field's range either way, and
+        # Python refuses to convert thousands of them.
+        value = json.loads(text, parse_int=lambda digits: int(digits[:400]))
+    except UnicodeDecodeError as error:
+        before = body[: error.start].decode()
+        faults.append(f"{_position(before, len(before))}: not UTF-8 text")
+        return msgspec.UNSET
+    except json.JSONDecodeError as error:
+        faults.append(f"{_position(text, error.pos)}: not JSON: {error.msg}")
+        return msgspec.UNSET
+    faults.extend(_scan(text))
+    return value
+
+
+def _refuse_depth(text: str) -> None:
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
+        if depth > _DEPTH_MAX:
+            raise json.JSONDecodeError(
+                f"nested deeper than {_DEPTH_MAX}", text, token.start()
+            )
+
+
+@dataclass
+class _Frame:
+    """An open array or object: its path, the keys met (None in an array)."""
+
+    path: str
+    keys: dict[str, int] | None = None
+    key: str | int | None = None
+
+
+def _scan(text: str) -> Iterator[str]:
+    """What `json.loads` lets pass in a valid text, each with its position."""
+    frames = [_Frame("")]
+    for token in _TOKEN.finditer(text):
+        word, top = token[0], frames[-1]
+        if word in ("]", "}"):
+            frames.pop()
+        elif word == ",":
+            top.key = top.key + 1 if isinstance(top.key, int) else None
+        elif top.keys is not None and top.key is None:
+            top.key = json.loads(word)
+            yield from _key_faults(text, token.start(), top)
+        elif word in ("[", "{"):
+            here = _child(top.path, top.key)
+            frames.append(_Frame(here, {}) if word == "{" else _Frame(here, key=0))
+        elif word != ":" and (fault := _scalar_fault(word)):
+            where = f"{_position(text, token.start())}: {_child(top.path, top.key)}"
+            yield f"{where}: {word[:120]} {fault}"
+
+
+def _key_faults(text: str, offset: int, frame: _Frame) -> Iterator[str]:
+    assert frame.keys is not None and isinstance(frame.key, str)
+    where = f"{_position(text, offset)}: {_child(frame.path, frame.key)}"
+    first = frame.keys.setdefault(frame.key, offset)
+    if first != offset:
+        at = _position(text, first)
+        yield f"{where}: duplicate key {_shown(frame.key)} (first at {at}); keep one"
+    if _scalar_fault(json.dumps(frame.key)):
+        yield f"{where}: half a surrogate pair is not text"
+
+
+def _scalar_fault(word: str) -> str | None:
+    if word[0] == '"':
+        broken = "\\u" in word and re.search("[\ud800-\udfff]", json.loads(word))
+        return "half a surrogate pair is not text" if broken else None
+    if word in ("true", "false", "null") or word.lstrip("-").isdigit():
+        return None
+    return None if _finite(float(word)) else "is not a finite number"
+
+
+def _finite(number: float) -> bool:
+    return abs(number) < float("inf")
+
+
+# -- an entry: its fields one by one, then the rules between them -------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A value of the file, its path, and the list that its faults go to."""
+
+    path: str
+    value: Any
+    faults: list[str]
+
+    def at(self, *keys: str | int) -> _Place:
+        """What stands below; its value is UNSET where nothing does."""
+        path, value = self.path, self.value
+        for key in keys:
+            path = _child(path, key)
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                value = msgspec.UNSET
+        return _Place(path, value, self.faults)
+
+    def holds(self, *keys: str) -> bool:
+        return self.at(*keys).value is not msgspec.UNSET
+
+    def refuse(self, why: str) -> None:
+        if isinstance(self.value, float) and not _finite(self.value):
+            return  # the scan has named it, with its line
+        self.faults.append(f"{self.path or 'the file'}: {_shown(self.value)} {why}")
+
+    def only(self, fields: Iterable[str], name: str) -> bool:
+        """Whether this is an object; refuses every field it may not have."""
+        if not isinstance(self.value, dict):
+            self.refuse(f"must be an object with {', '.join(fields)}")
+            return False
+        for key in self.value:
+            if key not in fields:
+                self.at(key).refuse(_unknown(key, tuple(fields), name))
+        return True
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[\W_]", "", name.casefold())
+
+
+def _unknown(key: str, fields: Sequence[str], name: str) -> str:
+    """What to say of a key that the object does not know."""
+    import difflib
+
+    home = next((n for n, rows in (("on", _ON), ("run", _RUN)) if key in rows), None)
+    known = {_folded(word): word for word in (*_FOREIGN, *fields)}
+    close = difflib.get_close_matches(_folded(key)[:64], known, 1, 0.65)
+    nearest = known[close[0]] if close else None
+    if home and key not in _FOREIGN:
+        return f"is not a field of {name}; {key} belongs under `{home}`"
+    if nearest in _FOREIGN and (key == nearest or nearest not in fields):
+        return (
+            f"is the field {nearest} of the source system (pi-dispatch), which"
+            f" pidispatch does not have: {_FOREIGN[nearest]}"
+        )
+    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(fields)}"
+    return f"is not a field of {name}; {hint}"
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _right(place: _Place, row: _Row) -> bool:
+    """Whether a field's own type and rule hold; refuses item by item."""
+    if _fits(place.value, row.kind):
+        if fault := row.fault(place.value):
+            place.refuse(fault)
+        return fault is None
+    items = place.value if isinstance(place.value, list) and row.each else []
+    wrong = [i for i, item in enumerate(items) if not _fits([item], row.kind)]
+    for i in wrong:
+        place.at(i).refuse(row.each)
+    if not wrong:
+        place.refuse(row.why)
+    return False
+
+
+def _fields(place: _Place, rows: Mapping[str, _Row], by: str) -> dict[str, Any]:
+    """The right fields of `on` or `run`; `by` is the field that governs."""
+    name = f"`{place.path.rpartition('.')[2]}`"
+    if not place.only(rows, name):
+        return {}
+    governor = place.at(by).value
+    governor = governor if _fits(governor, rows[by].kind) else None
+    right = {}
+    for key, row in rows.items():
+        field = place.at(key)
+        allowed = governor in row.where if row.where and governor else True
+        if field.value is msgspec.UNSET:
+            if row.required and allowed and (governor or not row.where):
+                field.refuse(f"is required: it {row.why}")
+        elif not allowed:
+            field.refuse(
+                f"goes only with {by} {', '.join(row.where)}, not with {governor}"
+                + (f": {row.elsewhere}" if row.elsewhere else "")
+            )
+        elif _right(field, row):
+            right[key] = field.value
+    return right
+
+
+class _Entry(NamedTuple):
+    """One entry under check: where it stands and the fields that are right."""
+
+    place: _Place
+    on: dict[str, Any]
+    run: dict[str, Any]
+
+    @property
+    def type(self) -> str | None:
+        return self.on.get("type")
+
+    @property
+    def kind(self) -> str | None:
+        return self.run.get("kind")
+
+    @property
+    def row(self) -> ForgeRow | None:
+        return FORGES.get(self.kind or "")
+
+    @property
+    def closes(self) -> bool:
+        row = self.row
+        return bool(row and row.close_word in self.on.get("action", ()))
+
+
+def _pairing(entry: _Entry) -> None:
+    if not entry.type or not entry.kind:
+        return
+    if entry.type == "cron" and entry.kind != "local":
+        entry.place.at("run", "kind").refuse("must be local: cron goes only with it")
+    if entry.type != "cron" and entry.kind == "local":
+        entry.place.at("run", "kind").refuse(
+            f"goes only with cron; a {entry.type} rule needs one of"
+            f" {', '.join(_FORGE_KINDS)}"
+        )
+
+
+def _actions(entry: _Entry) -> None:
+    row, actions = entry.row, entry.on.get("action", ())
+    if row is None or entry.type not in _ACTED:
+        return
+    words = row.pr_actions if entry.type == "pull_request" else (row.close_word,)
+    if entry.type == "issue" and row.close_word is None:
+        entry.place.at("on", "type").refuse(f"is not served on {row.kind}")
+        return
+    for i, action in enumerate(actions):
+        if action not in words:
+            entry.place.at("on", "action", i).refuse(
+                f"must be an action of {row.kind}: {', '.join(map(str, words))}"
+            )
+    if entry.closes and len(actions) > 1:
+        entry.place.at("on", "action").refuse(
+            f"must hold {row.close_word} alone; other actions need a rule of their own"
+        )
+
+
+def _selectors(entry: _Entry) -> None:
+    on, row = entry.place.at("on"), entry.row
+    named = any(on.at(key).value not in ([], msgspec.UNSET) for key in ("any", "all"))
+    labels = entry.type == "pull_request" and row and row.label_action
+    if entry.type == "label" and not named:
+        on.at("any").refuse("is required: any or all must name a label that fires it")
+    elif labels and labels in entry.on.get("action", ()) and not named:
+        on.at("any").refuse(f"is required: {labels} needs a label in any or all")
+    elif entry.on.get("match") == "present" and not named:
+        on.at("match").refuse("does nothing without a label in any or all")
+
+
+def _bare(entry: _Entry) -> None:
+    """Rules of type pull_request that may carry no label predicate."""
+    if entry.type != "pull_request" or not (entry.kind == "azure" or entry.closes):
+        return
+    why = "azure's requests carry no labels" if entry.kind == "azure" else "it closes"
+    for key in ("any", "all", "none"):
+        if entry.place.holds("on", key):
+            entry.place.at("on", key).refuse(f"may not stand on this rule: {why}")
+
+
+def _label_fold(kind: str | None) -> Callable[[str], str]:
+    """How label names compare: exactly, except that Azure ignores case."""
+    return str.casefold if kind == "azure" else str
+
+
+def _contradiction(entry: _Entry) -> None:
+    fold = _label_fold(entry.kind)
+    positive = {fold(n) for key in ("any", "all") for n in entry.on.get(key, ())}
+    for i, name in enumerate(entry.on.get("none", ())):
+        if fold(name) in positive:
+            entry.place.at("on", "none", i).refuse(
+                "is in any or all as well: the rule could never fire on it"
+            )
+
+
+def _close_number(entry: _Entry) -> None:
+    if entry.type != "pull_request" or entry.row is None or entry.closes:
+        return
+    if "action" in entry.on and entry.place.holds("on", "number"):
+        entry.place.at("on", "number").refuse("goes only with a close action")
+
+
+def _review_state(entry: _Entry) -> None:
+    place = entry.place.at("on", "reviewState")
+    if place.value is msgspec.UNSET or entry.type != "pull_request":
+        return
+    if entry.kind != "github" or "review_submitted" not in entry.on.get("action", ()):
+        place.refuse("goes only with github and the action review_submitted")
+
+
+def _replicas(entry: _Entry) -> None:
+    if "replicas" in entry.run and entry.run.get("resume"):
+        entry.place.at("run", "replicas").refuse(
+            "may not stand beside resume: a resumed run continues one lineage,"
+            " replicas would fork it and share its transcript and lock"
+        )
+
+
+def _replica_models(entry: _Entry) -> None:
+    place = entry.place.at("run", "replicaModels")
+    if place.value is msgspec.UNSET or entry.kind == "local":
+        return
+    if not entry.place.holds("run", "replicas"):
+        place.refuse("does nothing without run.replicas")
+    wanted, given = entry.run.get("replicas"), entry.run.get("replicaModels")
+    if wanted and given is not None and len(given) != wanted:
+        place.refuse(f"must name exactly {wanted} models, one for each replica")
+    for key in ("provider", "model"):
+        if entry.place.holds("run", key):
+            entry.place.at("run", key).refuse(
+                "does nothing beside run.replicaModels, which names every model"
+            )
+
+
+def _resume(entry: _Entry) -> None:
+    if entry.run.get("resume") and (entry.kind == "local" or entry.type == "cron"):
+        entry.place.at("run", "resume").refuse(
+            "may not be true on a cron rule: a local run keeps no session"
+        )
+
+
+def _repository(entry: _Entry) -> None:
+    if not entry.type or not entry.kind:
+        return
+    place = entry.place.at("run", "repository")
+    wanted = entry.kind == "azure" and entry.type in ("label", "comment")
+    if wanted and place.value is msgspec.UNSET:
+        place.refuse("is required: a work item belongs to no repository of its own")
+    if not wanted and place.value is not msgspec.UNSET:
+        place.refuse("goes only with azure's label and comment rules")
+
+
+#: The rules between fields, asked of every entry after its fields.
+_RULES: tuple[Callable[[_Entry], None], ...] = (
+    _pairing,
+    _actions,
+    _selectors,
+    _bare,
+    _contradiction,
+    _close_number,
+    _review_state,
+    _replicas,
+    _replica_models,
+    _resume,
+    _repository,
+)
+
+
+def _entry(place: _Place) -> _Entry:
+    if not place.only(("on", "run"), "a rule"):
+        return _Entry(place, {}, {})
+    on = _fields(place.at("on"), _ON, "type")
+    entry = _Entry(place, on, _fields(place.at("run"), _RUN, "kind"))
+    for rule in _RULES:
+        rule(entry)
+    return entry
+
+
+def _entries(root: _Place) -> list[_Entry]:
+    if not root.only(("$schema", "triggers"), "the file"):
+        return []
+    if root.holds("$schema") and not isinstance(root.at("$schema").value, str):
+        root.at("$schema").refuse("must be a string")
+    listed = root.at("triggers")
+    if not isinstance(listed.value, list):
+        listed.refuse("must be an array of rules; [] is an empty one")
+        return []
+    entries = [_entry(listed.at(i)) for i in range(len(listed.value))]
+    _refuse_twins(entries, "cron", lambda entry: entry.on.get("id"), "id")
+    _refuse_twins(entries, "comment", lambda entry: entry.kind, "phrase")
+    return entries
+
+
+def _refuse_twins(
+    entries: Sequence[_Entry],
+    kind: str,
+    identity: Callable[[_Entry], str | None],
+    field: str,
+) -> None:
+    """Refuse a rule of a type whose identity an earlier one has taken."""
+    first: dict[str, str] = {}
+    for entry in entries:
+        name = identity(entry) if entry.type == kind else None
+        if name is not None and name in first:
+            entry.place.at("on", field).refuse(
+                f"is a second {kind} rule for {name}; {first[name]} is the first"
+            )
+        elif name is not None:
+            first[name] = entry.place.path
+
+
 def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
-    """Validate a whole triggers file; raises `Faults` naming every fault."""
-    raise NotImplementedError
+    """Validate a whole triggers file; raises `Faults` naming every fault.
+
+    A fault reads `triggers[3].run.replicas: 4 must be …`: the field's path
+    with the rule's index, its value as JSON, why it is refused, what to do.
+    Faults of the file as a whole begin with their line and column.
+    """
+    faults: list[str] = []
+    root = _Place("", _parse(text, faults), faults)
+    entries = _entries(root) if root.value is not msgspec.UNSET else []
+    if faults:
+        raise Faults(source, faults)
+    return tuple(
+        Rule(i, msgspec.convert(entry.on, On), msgspec.convert(entry.run, Run))
+        for i, entry in enumerate(entries)
+    )
+
+
+def read_triggers(path: Path) -> tuple[Rule, ...]:
+    """`load_triggers` of a file; one that cannot be read is a fault as well."""
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise Faults(str(path), [f"cannot be read: {why}"]) from error
+    return load_triggers(text, str(path))
 
 
 def triggers_schema() -> dict[str, Any]:
-    """The JSON Schema of triggers.json, from the models that validate it."""
-    raise NotImplementedError
+    """The JSON Schema of triggers.json, from the rows that validate it.
+
+    It takes every valid file and some more: rules between fields are ours.
+    """
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "pidispatch triggers",
+        **_object(
+            {
+                "$schema": {"type": "string"},
+                "triggers": {
+                    "type": "array",
+                    "items": _object(
+                        {"on": _rows_schema(_ON), "run": _rows_schema(_RUN)},
+                        ("on", "run"),
+                    ),
+                },
+            },
+            ("triggers",),
+        ),
+    }
+
+
+def _object(properties: dict[str, Any], required: Sequence[str]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _rows_schema(rows: Mapping[str, _Row]) -> dict[str, Any]:
+    properties = {
+        name: {
+            "description": row.why
+            + (f" (only with {', '.join(row.where)})" if row.where else ""),
+            **msgspec.json.schema(row.kind),
+        }
+        for name, row in rows.items()
+    }
+    required = [name for name, row in rows.items() if row.required and not row.where]
+    return _object(properties, required)
+
+
+# -- matching an event to a rule ----------------------------------------------
+
+#: What counts as added by the actions that a label rule knows: everything the
+#: item carries, what the event says was added, or nothing. GitHub's `opened`
+#: is silent because a `labeled` follows for each label.
+_LABEL_ACTIONS: dict[str, dict[str | None, Literal["all", "added", "nothing"]]] = {
+    "github": {"labeled": "added", "opened": "nothing", "reopened": "nothing"},
+    "gitlab": {"open": "all", "update": "added", "reopen": "nothing"},
+    "forgejo": {"opened": "all", "label_updated": "added", "reopened": "nothing"},
+    "azure": {"created": "all", "updated": "added"},
+}
+
+#: A newly created comment in the forge's words; Azure has none, its parser
+#: tells new from edited. GitLab before 16.11 sends no action with a note.
+_COMMENT_ACTIONS: dict[str, tuple[str | None, ...]] = {
+    "github": ("created",),
+    "gitlab": ("create", None),
+    "forgejo": ("created",),
+}
+
+#: From far to near: of several rules that did not match, the reason of the one
+#: that came nearest is reported.
+_NEARNESS = (
+    "no-allowlisted-label",
+    "no-matching-pr-trigger",
+    "no-matching-close-trigger",
+    "review-state-not-matched",
+    "no-review-body",
+    "label-not-added",
+)
 
 
 def match_event(rules: Sequence[Rule], event: Event) -> Match | Drop:
-    """The first rule of the event's forge that matches, or why none does."""
-    raise NotImplementedError
+    """The first rule of the event's forge that matches, or why none does.
+
+    Who asked is not looked at: that comes after a match.
+    """
+    if event.fault or event.kind is None:
+        return Drop(event.fault or "unhandled-event")
+    if not _actionable(event):
+        return Drop("action-not-actionable")
+    mine = [r for r in rules if (r.run.kind, r.on.type) == (event.forge, event.kind)]
+    if event.kind == "comment":
+        return _match_comment(mine, rules, event)
+    nearest = _far(event)
+    for rule in mine:
+        found = _JUDGES[event.kind](rule, event)
+        if not isinstance(found, Drop):
+            return Match(rule, rule.run.flow, found)
+        nearest = max(nearest, found, key=lambda drop: _NEARNESS.index(drop.reason))
+    return nearest
+
+
+def _actionable(event: Event) -> bool:
+    """Whether some rule type of the forge knows the event's action."""
+    row = FORGES[event.forge]
+    if event.kind == "label":
+        return event.action in _LABEL_ACTIONS[event.forge]
+    if event.kind == "comment":
+        known = _COMMENT_ACTIONS.get(event.forge)
+        return known is None or event.action in known
+    if event.kind == "issue":
+        return event.action is not None and event.action == row.close_word
+    return event.action in row.pr_actions
+
+
+def _far(event: Event) -> Drop:
+    """The reason when no rule came near."""
+    if event.kind == "label":
+        return Drop("no-allowlisted-label")
+    if event.action == FORGES[event.forge].close_word:
+        return Drop("no-matching-close-trigger")
+    return Drop("no-matching-pr-trigger")
+
+
+def _holds(on: On, present: Set[str], fold: Callable[[str], str]) -> bool:
+    """The predicate over a label set; an absent selector is true."""
+    return (
+        (not on.any or any(fold(name) in present for name in on.any))
+        and all(fold(name) in present for name in on.all)
+        and not any(fold(name) in present for name in on.none)
+    )
+
+
+def _judge_labels(rule: Rule, event: Event) -> str | Drop:
+    """The label that fires the rule: named by it and, by default, just added."""
+    on, fold = rule.on, _label_fold(event.forge)
+    present = {fold(name) for name in (*event.labels, *(event.added or ()))}
+    if not _holds(on, present, fold):
+        return Drop("no-allowlisted-label")
+    # What was added is not always told (None): then the whole set counts.
+    told = present if event.added is None else {fold(name) for name in event.added}
+    counting = {"all": present, "added": told, "nothing": set[str]()}
+    mode = _LABEL_ACTIONS[event.forge].get(event.action, "added")
+    fresh = counting[mode]
+    if on.match == "present" and (mode != "added" or told):
+        fresh = present
+    named = next((name for name in (*on.any, *on.all) if fold(name) in fresh), None)
+    return Drop("label-not-added") if named is None else named
+
+
+def _judge_request(rule: Rule, event: Event) -> str | Drop:
+    on, row = rule.on, FORGES[event.forge]
+    if event.action is None or event.action not in on.action:
+        return _far(event)
+    if event.action == row.close_word:
+        return _judge_close(rule, event)
+    if event.action == "review_submitted":
+        if on.reviewState and event.review_state not in on.reviewState:
+            return Drop("review-state-not-matched")
+        if event.review_state == "commented" and not (event.review or "").strip():
+            return Drop("no-review-body")
+    labelling = _LABEL_ACTIONS[event.forge].get(event.action) == "added"
+    if labelling and on.match == "added" and (on.any or on.all):
+        found = _judge_labels(rule, event)
+        return _far(event) if found == Drop("no-allowlisted-label") else found
+    fold = _label_fold(event.forge)
+    present = {fold(name) for name in (*event.labels, *(event.added or ()))}
+    return event.action if _holds(on, present, fold) else _far(event)
+
+
+def _judge_close(rule: Rule, event: Event) -> str | Drop:
+    number = event.target.number if event.target else None
+    if event.action in rule.on.action and rule.on.number in (None, number):
+        return str(event.action)
+    return _far(event)
+
+
+_JUDGES: dict[str, Callable[[Rule, Event], str | Drop]] = {
+    "label": _judge_labels,
+    "pull_request": _judge_request,
+    "issue": _judge_close,
+}
+
+
+def _match_comment(
+    mine: Sequence[Rule], rules: Sequence[Rule], event: Event
+) -> Match | Drop:
+    """The phrase in the comment; the word after it may choose the flow."""
+    work_item = event.forge == "azure" and event.target and event.target.type == "issue"
+    for rule in mine:
+        phrase = rule.on.phrase or ""
+        word = _mentioned(
+            phrase, event.comment or "", "html" if work_item else "markdown"
+        )
+        if word is not None:
+            flows = {r.run.flow for r in rules if r.run.kind != "local"}
+            return Match(rule, word if word in flows else rule.run.flow, phrase)
+    return Drop("no-trigger-phrase")
+
+
+# -- the jobs of a match ------------------------------------------------------
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

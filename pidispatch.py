@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import hashlib
 import hmac
+import itertools
 import json
 import logging
 import os
@@ -2184,6 +2185,22 @@ def _replica(plain: Job, event: Event, i: int, n: int) -> Job:
 # =============================================================================
 
 
+class Unauthorized(PidispatchError):
+    """A delivery without a valid credential; nothing in it was read."""
+
+
+class Malformed(PidispatchError):
+    """A delivery whose credential holds and whose bytes cannot be understood."""
+
+
+class Rejected(PidispatchError):
+    """A forge's API said a determinate no; `status` is its HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Credential(msgspec.Struct, frozen=True):
     """A forge token as git needs it; `repr` never shows it."""
 
@@ -2203,7 +2220,13 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Forge(Protocol):
-    """What the rest of pidispatch asks of a forge."""
+    """What the rest of pidispatch asks of a forge.
+
+    Header names are in lower case. `verify` raises Unauthorized, `parse`
+    Malformed; whatever talks to the API raises InfraError when it could not
+    tell, Rejected or Refused on a determinate no. `own_id` is None when there
+    is no identity of ours because no token is configured.
+    """
 
     kind: ForgeKind
 
@@ -2232,6 +2255,660 @@ class Forge(Protocol):
     ) -> Request: ...
 
     def retitle_request(self, repo: str, number: int, title: str) -> None: ...
+
+
+FORM_TYPE = "application/x-www-form-urlencoded"
+
+#: Seconds to connect to a forge's API, and between two reads of its answer.
+API_TIMEOUT = (5.0, 10.0)
+PAGE_SIZE = 100
+
+#: JSON that is not an object: a field of a wrong type is a missing field, and
+#: never an error that a forge would count against the hook.
+_Odd = str | int | float | bool | list[Any] | None
+
+
+def _object(kind: type[T], value: object) -> T:
+    """`value` if it has the promised shape, else an object with every field unset."""
+    return value if isinstance(value, kind) else kind()
+
+
+def _str(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _id(value: object) -> str | None:
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if number and cast(int, value) >= 1 else None
+
+
+def _number(value: object) -> int | None:
+    text = _id(value)
+    return int(text) if text and int(text) <= MAX_NUMBER else None
+
+
+def _time(value: object) -> float | None:
+    """Seconds since the epoch of an ISO time with a zone; sentinels are None."""
+    from datetime import datetime
+
+    try:
+        moment = datetime.fromisoformat(_str(value))
+        return moment.timestamp() if moment.tzinfo and moment.year > 1970 else None
+    except (ValueError, OverflowError):
+        return None
+
+
+_SEGMENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,100}")
+_SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+
+
+def _owner_and_name(value: object) -> str | None:
+    """`owner/name` when it is exactly two safe path segments."""
+    parts = _str(value).split("/")
+    safe = len(parts) == 2 and all(_SEGMENT.fullmatch(part) for part in parts)
+    return "/".join(parts) if safe else None
+
+
+def _form_payload(body: bytes) -> bytes:
+    """The JSON in the one field `payload` of a url-encoded form."""
+    from urllib.parse import unquote_to_bytes
+
+    fields = [f for f in body.split(b"&") if f.startswith(b"payload=")]
+    if len(fields) != 1:
+        raise Malformed("the form has no single field 'payload'")
+    return unquote_to_bytes(fields[0][len(b"payload=") :].replace(b"+", b" "))
+
+
+def _decode(kind: type[T], body: bytes) -> T:
+    """A typed struct that names the fields we need: decoding is the whitelist."""
+    try:
+        body.decode()
+        return msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"), type=kind)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not the JSON we expect: {type(error).__name__}") from error
+
+
+def _mac_holds(keys: Sequence[str], given: str, body: bytes) -> bool:
+    """Whether hex `given` is the HMAC-SHA256 of `body` under any of the keys.
+
+    Every key is tried, on bytes: `compare_digest` raises on non-ASCII text.
+    """
+    if not re.fullmatch(r"[0-9A-Fa-f]{64}", given, re.ASCII):
+        return False
+    mac = bytes.fromhex(given)
+    held = False
+    for key in keys:
+        made = hmac.digest(key.encode(), body, "sha256")
+        held |= hmac.compare_digest(mac, made)
+    return held
+
+
+def _bearer(
+    token: str | None,
+) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
+    """Sets the token last: else requests lets a ~/.netrc entry replace it."""
+
+    def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if token is not None:
+            request.headers["Authorization"] = f"Bearer {token}"
+        return request
+
+    return sign
+
+
+class ApiForge:
+    """What forges share: one session, and answers sorted into kinds of error."""
+
+    kind: ForgeKind
+    #: The field of Settings that holds the webhook's secrets.
+    secret_field: ClassVar[str]
+    event_header: ClassVar[str]
+    delivery_header: ClassVar[str]
+    api: str
+    api_headers: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        self.settings = settings
+        self.session = session
+        self.clock = clock
+        self._own: str | None = None
+
+    @classmethod
+    def secrets(cls, settings: Settings) -> tuple[str, ...]:
+        """The webhook's secrets; a forge without any is not served."""
+        return cast(tuple[str, ...], getattr(settings, cls.secret_field))
+
+    def json_of(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The JSON of a delivery, taken out of its form if it came in one."""
+        media = headers.get("content-type", "").partition(";")[0].strip().lower()
+        return _form_payload(body) if media == FORM_TYPE else body
+
+    def own_id(self) -> str | None:
+        if self._own is None:
+            try:
+                self._own = self._who_we_are()
+            except Rejected as error:
+                raise InfraError(error.message) from error
+        return self._own
+
+    def _who_we_are(self) -> str | None:
+        raise NotImplementedError
+
+    def _limited(self, response: requests.Response) -> bool:
+        return response.status_code == 429
+
+    def _call(
+        self,
+        what: str,
+        answer: type[T],
+        method: str,
+        path: str,
+        token: str | None,
+        body: object = None,
+        **params: str | int,
+    ) -> T:
+        """One API request, read as `answer`; `what` says it in a message.
+
+        Never redirected: a token must not follow a Location. Raises InfraError
+        (network, 5xx, rate limit, an odd body) or Rejected.
+        """
+        import requests
+
+        try:
+            response = self.session.request(
+                method,
+                self.api + path,
+                params=params,
+                json=body,
+                headers=self.api_headers,
+                auth=_bearer(token),
+                timeout=API_TIMEOUT,
+                allow_redirects=False,
+            )
+        except requests.RequestException as error:
+            kind = type(error).__name__
+            raise InfraError(f"{self.kind}: cannot {what}: {kind}") from error
+        return self._read(what, answer, response)
+
+    def _read(self, what: str, answer: type[T], response: requests.Response) -> T:
+        status = response.status_code
+        said = f"{self.kind}: cannot {what}: HTTP {status}"
+        if status >= 500 or self._limited(response):
+            raise InfraError(said)
+        if not 200 <= status < 300:
+            raise Rejected(said, status)
+        try:
+            return msgspec.json.decode(response.content, type=answer)
+        except (ValueError, RecursionError) as error:
+            raise InfraError(f"{said}, with an odd body") from error
+
+    def _pages(
+        self, what: str, answer: type[list[T]], path: str, token: str | None
+    ) -> Iterator[T]:
+        """Every row of a list, page by page."""
+        for page in itertools.count(1):
+            size = PAGE_SIZE
+            rows = self._call(
+                what, answer, "GET", path, token, per_page=size, page=page
+            )
+            yield from rows
+            if len(rows) < size:
+                return
+
+
+def _no_token(why: str, fix: str) -> Refused:
+    return Refused("forge-token-unavailable", why, fix)
+
+
+class _GitHubUser(msgspec.Struct):
+    id: Any = None
+    login: Any = None
+
+
+class _GitHubLabel(msgspec.Struct):
+    name: Any = None
+
+
+class _GitHubHead(msgspec.Struct):
+    sha: Any = None
+
+
+class _GitHubItem(msgspec.Struct):
+    """An issue, a pull request, a comment or a review: what we read of any."""
+
+    id: Any = None
+    number: Any = None
+    title: Any = None
+    body: Any = None
+    state: Any = None
+    updated_at: Any = None
+    author_association: Any = None
+    user: _GitHubUser | _Odd = None
+    labels: list[_GitHubLabel | _Odd] | str | int | float | bool | None = None
+    pull_request: Any = None
+    head: _GitHubHead | _Odd = None
+
+
+class _GitHubRepository(msgspec.Struct):
+    id: Any = None
+    full_name: Any = None
+
+
+class _GitHubDelivery(msgspec.Struct):
+    action: Any = None
+    issue: _GitHubItem | _Odd = None
+    pull_request: _GitHubItem | _Odd = None
+    comment: _GitHubItem | _Odd = None
+    review: _GitHubItem | _Odd = None
+    label: _GitHubLabel | _Odd = None
+    repository: _GitHubRepository | _Odd = None
+    sender: _GitHubUser | _Odd = None
+
+
+class _GitHubAccount(msgspec.Struct):
+    id: int
+
+
+class _GitHubPermission(msgspec.Struct):
+    permission: str
+    user: _GitHubAccount | None = None
+
+
+class _GitHubApp(msgspec.Struct):
+    slug: str
+
+
+class _GitHubToken(msgspec.Struct):
+    token: str
+    expires_at: str
+
+
+class _GitHubDefault(msgspec.Struct):
+    default_branch: str
+
+
+class _GitHubNote(msgspec.Struct):
+    body: str | None = None
+    user: _GitHubAccount | None = None
+
+
+class _GitHubBranch(msgspec.Struct):
+    ref: str
+    repo: _GitHubRepository | None = None
+
+
+class _GitHubPull(msgspec.Struct):
+    number: int
+    html_url: str
+    title: str = ""
+    head: _GitHubBranch | None = None
+
+
+#: The least an installation token can hold.
+_READ = {"metadata": "read"}
+
+
+def _actor(user: object) -> Actor | None:
+    found = _object(_GitHubUser, user)
+    number = _id(found.id)
+    return Actor(number, _str(found.login)) if number else None
+
+
+def _label_names(*labels: object) -> tuple[str, ...]:
+    names = (_str(_object(_GitHubLabel, label).name) for label in labels)
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+class GitHub(ApiForge):
+    """github.com and GitHub Enterprise Server.
+
+    Facts: docs.github.com "Webhook events and payloads", "Validating webhook
+    deliveries", REST "Collaborators", "Pulls", "Issues", "Apps".
+    """
+
+    kind: ForgeKind = "github"
+    secret_field = "webhook_secret"
+    event_header = "x-github-event"
+    delivery_header = "x-github-delivery"
+    api_headers = {
+        "Accept": "application/vnd.github+json",
+        "X-GitHub-Api-Version": "2022-11-28",
+        "User-Agent": f"pidispatch/{__version__}",
+    }
+    #: Which trigger type a served action may fire. `opened` and `reopened` of
+    #: an issue are for rules that match the labels present.
+    served: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "issues": {
+            "labeled": "label",
+            "opened": "label",
+            "reopened": "label",
+            "closed": "issue",
+        },
+        "issue_comment": {"created": "comment"},
+        "pull_request": dict.fromkeys(
+            ("labeled", "opened", "synchronize", "reopened", "closed"), "pull_request"
+        ),
+        "pull_request_review": {"submitted": "pull_request"},
+    }
+    #: Author associations whose word starts work.
+    steers = ("OWNER", "MEMBER", "COLLABORATOR")
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        super().__init__(settings, session, clock)
+        self.api = settings.github_api_url
+        self._tokens: dict[str, tuple[str, float]] = {}
+
+    # --- a delivery
+
+    def verify(self, headers: Mapping[str, str], body: bytes) -> None:
+        scheme, _, mac = headers.get("x-hub-signature-256", "").partition("=")
+        if scheme != "sha256" or not _mac_holds(
+            self.settings.webhook_secret, mac, body
+        ):
+            raise Unauthorized("github: X-Hub-Signature-256 does not hold")
+
+    def parse(self, headers: Mapping[str, str], body: bytes) -> Event:
+        name = headers.get(self.event_header, "").strip()
+        delivery = headers.get(self.delivery_header, "").strip()
+        if not name or not delivery:
+            raise Malformed("X-GitHub-Event and X-GitHub-Delivery are required")
+        sent = _decode(_GitHubDelivery, self.json_of(headers, body))
+        event = self._event(name, delivery, sent)
+        return msgspec.structs.replace(event, fault=self._fault(event))
+
+    def _event(self, name: str, delivery: str, sent: _GitHubDelivery) -> Event:
+        item = _object(_GitHubItem, sent.issue or sent.pull_request)
+        comment = _object(_GitHubItem, sent.comment)
+        review = _object(_GitHubItem, sent.review)
+        said = _object(_GitHubItem, sent.comment or sent.review or item)
+        repository = _object(_GitHubRepository, sent.repository)
+        target = self._target(sent, item)
+        action = _str(sent.action) or None
+        kind = self.served.get(name, {}).get(action or "")
+        if name == "pull_request_review" and kind:
+            action = "review_submitted"
+        if name == "issues" and target and target.type == "pull_request":
+            kind = None
+        added = _label_names(sent.label) if action == "labeled" else ()
+        present = item.labels if isinstance(item.labels, list) else []
+        sha = _str(_object(_GitHubHead, item.head).sha)
+        return Event(
+            forge="github",
+            delivery=delivery,
+            name=name,
+            kind=cast(Any, kind),
+            action=action,
+            repo=_owner_and_name(repository.full_name),
+            repo_id=_id(repository.id),
+            target=target,
+            actor=_actor(sent.sender),
+            author=_actor(said.user),
+            association=_str(said.author_association) or None,
+            labels=tuple(dict.fromkeys((*_label_names(*present), *added))),
+            added=added,
+            comment=_str(comment.body) if sent.comment else None,
+            comment_id=_id(comment.id),
+            review_state=_str(review.state).lower() or None,
+            review=_str(review.body) if sent.review else None,
+            head=sha if _SHA.fullmatch(sha) else None,
+            when=_time(item.updated_at),
+        )
+
+    @staticmethod
+    def _target(sent: _GitHubDelivery, item: _GitHubItem) -> Target | None:
+        number = _number(item.number)
+        if number is None:
+            return None
+        request = not sent.issue or item.pull_request is not None
+        kind: TargetType = "pull_request" if request else "issue"
+        return Target(kind, number, _str(item.title), _str(item.body))
+
+    def _fault(self, event: Event) -> str | None:
+        if event.name not in self.served:
+            return "unhandled-event"
+        if event.kind is None:
+            return "action-not-actionable"
+        if event.repo is None:
+            return "no-repository"
+        return None if event.target else "missing-number"
+
+    # --- who asked
+
+    def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
+        """`association` belongs to the author, so it decides only for them."""
+        if event.action == "labeled":
+            return "allowed"
+        acted = event.actor and event.author and event.actor.id == event.author.id
+        if event.action == "closed" or not acted or event.association is None:
+            return "ask"
+        if event.association not in self.steers:
+            return "denied"
+        return "ask" if self.settings.github_authority == "api" else "allowed"
+
+    def ask(self, event: Event) -> bool:
+        """Whether the actor may write. A login that has since passed to another
+        account answers for that account, so its id must be the actor's."""
+        if event.repo is None or event.actor is None or not event.actor.login:
+            return False
+        what, login = "read a permission", _quoted(event.actor.login)
+        path = f"/repos/{event.repo}/collaborators/{login}/permission"
+        try:
+            token = self._token(event.repo)
+            found = self._call(what, _GitHubPermission, "GET", path, token)
+        except Rejected as error:
+            if error.status == 404:
+                return False
+            raise InfraError(error.message) from error
+        except Refused as error:
+            raise InfraError(error.message, error.fix) from error
+        same = found.user is None or str(found.user.id) == event.actor.id
+        return same and found.permission in ("admin", "write")
+
+    def _who_we_are(self) -> str | None:
+        what = "read our own account"
+        if self.settings.github_auth_source == "app":
+            return self._bot_id(what)
+        try:
+            token = self._token("")
+        except Refused:
+            return None
+        return str(self._call(what, _GitHubAccount, "GET", "/user", token).id)
+
+    def _bot_id(self, what: str) -> str | None:
+        """An App acts as the user `<slug>[bot]`; its id is not the App's."""
+        try:
+            ticket = self._app_jwt()
+        except Refused:
+            return None
+        slug = self._call(what, _GitHubApp, "GET", "/app", ticket).slug
+        path = "/users/" + _quoted(f"{slug}[bot]")
+        number, token = self.settings.github_app_installation, None
+        if number is not None:
+            # a server in private mode shows nobody to a caller without a token
+            token = self._installation_token(number, {"permissions": _READ}).token
+        return str(self._call(what, _GitHubAccount, "GET", path, token).id)
+
+    # --- credentials
+
+    def credential(self, repo: str) -> Credential:
+        """A token for git and, with publish=agent, the box: an App's is always
+        minted afresh, for this repository alone and with its whole hour."""
+        if self.settings.github_auth_source == "app":
+            return Credential("x-access-token", self._mint(repo)[0])
+        return Credential("x-access-token", self._token(repo))
+
+    def _token(self, repo: str) -> str:
+        """The token of our own API calls. Raises Refused when there is none."""
+        source = self.settings.github_auth_source
+        if source == "pat":
+            if self.settings.github_pat is None:
+                raise _no_token("GitHub has no token", "set GITHUB_PAT")
+            return self.settings.github_pat
+        key = repo if source == "app" else ""
+        token, until = self._tokens.get(key, ("", 0.0))
+        if self.clock() >= until:
+            token, until = self._mint(repo) if source == "app" else self._gh_token()
+            self._tokens[key] = (token, until)
+        return token
+
+    def _gh_token(self) -> tuple[str, float]:
+        import subprocess
+
+        host = self.clone_url("").split("/")[2]
+        argv = ["gh", "auth", "token", "--hostname", host]
+        try:
+            done = subprocess.run(argv, capture_output=True, timeout=10, check=True)
+        except subprocess.TimeoutExpired as error:
+            raise InfraError("`gh auth token` did not answer") from error
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise _no_token("`gh` has no token", f"gh auth login -h {host}") from error
+        token = done.stdout.decode("ascii", "replace").strip()
+        if not token:
+            raise _no_token("`gh` has no token", f"gh auth login -h {host}")
+        return token, self.clock() + 300
+
+    def _mint(self, repo: str) -> tuple[str, float]:
+        """An installation token for one repository, and when to stop using it."""
+        number = self.settings.github_app_installation
+        try:
+            if number is None:
+                what, path = "find the installation", f"/repos/{repo}/installation"
+                ticket = self._app_jwt()
+                found = self._call(what, _GitHubAccount, "GET", path, ticket)
+                number = str(found.id)
+            only = {"repositories": [repo.rpartition("/")[2]]}
+            made = self._installation_token(number, only)
+        except Rejected as error:
+            raise _no_token(error.message, "install the App there") from error
+        return made.token, (_time(made.expires_at) or 0.0) - 300
+
+    def _installation_token(self, number: str, bounds: object) -> _GitHubToken:
+        path = f"/app/installations/{_quoted(number)}/access_tokens"
+        ticket = self._app_jwt()
+        return self._call("mint a token", _GitHubToken, "POST", path, ticket, bounds)
+
+    def _app_jwt(self) -> str:
+        """The App's own ticket: at most ten minutes, dated back a minute for
+        clocks that differ (docs: "Generating a JSON Web Token")."""
+        app, key = self.settings.github_app_id, self.settings.github_app_key
+        if app is None or key is None:
+            fix = "set GITHUB_APP_ID and GITHUB_APP_PRIVATE_KEY_FILE"
+            raise _no_token("the GitHub App is not configured", fix)
+        try:
+            import jwt
+        except ImportError as error:
+            fix = "pip install 'pidispatch[github-app]'"
+            raise _no_token("PyJWT is not installed", fix) from error
+        now = int(self.clock())
+        claims = {"iat": now - 60, "exp": now + 540, "iss": app}
+        try:
+            return jwt.encode(claims, key.read_bytes(), algorithm="RS256")
+        except (OSError, ValueError, TypeError, jwt.PyJWTError) as error:
+            why = f"GITHUB_APP_PRIVATE_KEY_FILE: {type(error).__name__}"
+            raise _no_token(why, "point it at the App's PEM file") from error
+
+    def _limited(self, response: requests.Response) -> bool:
+        """Secondary limits come as 403 (docs: "Rate limits for the REST API")."""
+        spent = (
+            "retry-after" in response.headers
+            or response.headers.get("x-ratelimit-remaining") == "0"
+            or b"rate limit" in response.content
+        )
+        return super()._limited(response) or (response.status_code == 403 and spent)
+
+    # --- the repository and its requests
+
+    def clone_url(self, repo: str) -> str:
+        root = self.api.removesuffix("/api/v3")
+        if root == "https://api.github.com":
+            root = "https://github.com"
+        scheme, _, rest = root.partition("://")
+        return f"{scheme}://{rest.partition('/')[0]}/{repo}.git"
+
+    def default_branch(self, repo: str) -> str:
+        what, path, token = "read the repository", f"/repos/{repo}", self._token(repo)
+        return self._call(what, _GitHubDefault, "GET", path, token).default_branch
+
+    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
+        """Post once: a comment of ours that holds the marker is the same one."""
+        path = f"/repos/{repo}/issues/{target.number}/comments"
+        token, own = self._token(repo), self.own_id()
+        for note in self._pages("read the comments", list[_GitHubNote], path, token):
+            ours = note.user is None or own is None or str(note.user.id) == own
+            if ours and marker in (note.body or ""):
+                return
+        said = text if marker in text else f"{text}\n\n{marker}"
+        self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
+
+    def find_request(self, repo: str, head: str) -> Request | None:
+        """The open pull request of exactly this branch of this repository.
+
+        GitHub drops a `head` filter it cannot read, so each row is compared.
+        """
+        rows = self._call(
+            "look for the pull request",
+            list[_GitHubPull],
+            "GET",
+            f"/repos/{repo}/pulls",
+            self._token(repo),
+            state="open",
+            head=f"{repo.partition('/')[0]}:{head}",
+            per_page=PAGE_SIZE,
+        )
+        for row in rows:
+            if row.head and row.head.ref == head and _same_repo(row.head.repo, repo):
+                return Request(row.number, row.html_url, row.title)
+        return None
+
+    def open_request(
+        self, repo: str, head: str, base: str, title: str, body: str
+    ) -> Request:
+        what, path = "open the pull request", f"/repos/{repo}/pulls"
+        asked = {"title": title, "head": head, "base": base, "body": body}
+        try:
+            row = self._call(what, _GitHubPull, "POST", path, self._token(repo), asked)
+        except Rejected as error:
+            found = self.find_request(repo, head) if error.status == 422 else None
+            if found is None:
+                raise
+            return found
+        return Request(row.number, row.html_url, row.title)
+
+    def retitle_request(self, repo: str, number: int, title: str) -> None:
+        what, path = "retitle the pull request", f"/repos/{repo}/pulls/{number}"
+        asked = {"title": title}
+        self._call(what, _GitHubPull, "PATCH", path, self._token(repo), asked)
+
+
+def _quoted(segment: str) -> str:
+    from urllib.parse import quote
+
+    return quote(segment, safe="")
+
+
+def _same_repo(found: _GitHubRepository | None, repo: str) -> bool:
+    return found is not None and _str(found.full_name).lower() == repo.lower()
+
+
+_FORGE_CLASSES: dict[str, type[GitHub]] = {"github": GitHub}
+
+
+def forges_of(
+    settings: Settings, session: requests.Session | None = None
+) -> dict[str, Forge]:
+    """The served forges: those with a webhook secret. Unset never means no check."""
+    import requests
+
+    session = session or requests.Session()
+    return {
+        kind: forge(settings, session)
+        for kind, forge in _FORGE_CLASSES.items()
+        if forge.secrets(settings)
+    }
 
 
 # =============================================================================
@@ -4925,6 +5602,736 @@ def lock_file(path: Path) -> IO[str]:
 # The HTTP edge, the inbox that resolves who asked, and the watcher of the
 # triggers file. Knows nothing of Docker.
 # =============================================================================
+
+
+def _log(event: str, level: int = logging.INFO, **fields: object) -> None:
+    """One log line; an `error` is shown with its traceback unless it is ours."""
+    error = fields.get("error")
+    trace = error if isinstance(error, Exception) else None
+    ours = isinstance(error, PidispatchError)
+    log.log(level, event, exc_info=None if ours else trace, extra={"fields": fields})
+
+
+class TriggersFile:
+    """The rules in force, read again whenever the file's content changes.
+
+    `rules` is always the last valid content and `problem` says what is wrong
+    with the present one. The constructor raises `Faults` for a file that is
+    absent, bad, or names a forge that is not served.
+    """
+
+    #: Milliseconds without a change before the file is read: editors and
+    #: deployments save in several steps.
+    QUIET = 150
+    #: Milliseconds after which it is read without any notice: a file behind a
+    #: link to another directory, and a directory made anew, give none.
+    LOOK_ANYWAY = 2_000
+
+    def __init__(self, path: Path, served: Iterable[str]) -> None:
+        self.path = path
+        self.served = frozenset(served)
+        self.problem: str | None = None
+        self._tell: Callable[[str | None], None] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow_on, name="triggers")
+        self._thread.daemon = True
+        self._content = self._read()
+        self.rules = self._validate(self._content)
+
+    def watch(self, tell: Callable[[str | None], None] | None = None) -> None:
+        """Follow the file; `tell` gets each new problem, or None when it is over."""
+        self._tell = tell
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def _read(self) -> bytes | None:
+        try:
+            return self.path.read_bytes()
+        except OSError:
+            return None
+
+    def _validate(self, content: bytes | None) -> tuple[Rule, ...]:
+        source = str(self.path)
+        if content is None:
+            raise Faults(source, ["cannot be read"])
+        rules = load_triggers(content, source)
+        faults = [
+            f"triggers[{rule.index}].run.kind: {json.dumps(rule.run.kind)} is not "
+            f"served: set {FORGES[rule.run.kind].secret_variable}"
+            for rule in rules
+            if rule.run.kind in FORGES and rule.run.kind not in self.served
+        ]
+        if faults:
+            raise Faults(source, faults)
+        return rules
+
+    def refresh(self) -> None:
+        """Read the file; take valid new content, keep the last good otherwise."""
+        content = self._read()
+        if content == self._content:
+            return
+        self._content = content
+        try:
+            self.rules, self.problem = self._validate(content), None
+            _log("triggers-reloaded", rules=len(self.rules))
+        except PidispatchError as error:
+            self.problem = error.message
+            _log("triggers-invalid", logging.ERROR, kept=len(self.rules), why=error)
+        if self._tell:
+            self._tell(self.problem)
+
+    def _follow_on(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._follow()
+            except Exception as error:
+                _log("triggers-watch-failed", logging.ERROR, error=error)
+                self.refresh()
+                self._stop.wait(self.LOOK_ANYWAY / 1000)
+
+    def _follow(self) -> None:
+        """Watch the directory, not the file: a watch on a file dies with it."""
+        from watchfiles import watch
+
+        for _ in watch(
+            self.path.parent,
+            watch_filter=None,
+            step=self.QUIET,
+            rust_timeout=self.LOOK_ANYWAY,
+            yield_on_timeout=True,
+            recursive=False,
+            stop_event=self._stop,
+            raise_interrupt=False,
+        ):
+            self.refresh()
+
+
+def judge(rules: Sequence[Rule], event: Event, own: str | None) -> Match | Drop:
+    """What an event would start if its actor may: match first, then `self`."""
+    if event.fault is not None:
+        return Drop(event.fault)
+    found = match_event(rules, event)
+    if isinstance(found, Drop):
+        return found
+    if event.actor is None:
+        return Drop("missing-sender-id")
+    return Drop("self") if event.actor.id == own else found
+
+
+class Answer(NamedTuple):
+    """What a delivery is answered with: an HTTP status and a JSON object."""
+
+    status: int
+    payload: Mapping[str, object]
+
+
+#: The fixed word of each status; never text from a request.
+STATUS_WORDS = {
+    200: "ok",
+    202: "accepted",
+    400: "malformed",
+    401: "unauthorized",
+    404: "not-found",
+    405: "method-not-allowed",
+    408: "timeout",
+    411: "length-required",
+    413: "too-large",
+    414: "line-too-long",
+    415: "unsupported-type",
+    431: "headers-too-large",
+    501: "unknown-method",
+    503: "unavailable",
+    505: "unsupported-version",
+}
+
+
+def _refusal(status: int) -> Answer:
+    return Answer(status, {"status": "error", "reason": STATUS_WORDS[status]})
+
+
+class Intake:
+    """From one request's bytes to rows on disk, or the reason there are none."""
+
+    def __init__(
+        self,
+        forges: Mapping[str, Forge],
+        triggers: TriggersFile,
+        store: Store,
+        hourly: int,
+        clock: Clock = time.time,
+    ) -> None:
+        self.forges = forges
+        self.triggers = triggers
+        self.store = store
+        self.hourly = hourly
+        self.clock = clock
+        #: Our identity on each forge that has told it; None: we have none there.
+        self.own: dict[str, str | None] = {}
+        #: Rung when something was parked.
+        self.bell = threading.Event()
+
+    def receive(self, kind: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Verify, parse, match, `self`, authority, one transaction, answer.
+
+        Header names are in lower case. Nothing here waits for a forge's API.
+        """
+        forge = self.forges.get(kind)
+        if forge is None:
+            return _refusal(404)
+        try:
+            forge.verify(headers, body)
+            event = forge.parse(headers, body)
+            return self.take(event, hashlib.sha256(body).hexdigest())
+        except Unauthorized:
+            _log("delivery-unauthorized", logging.WARNING, forge=kind)
+            return _refusal(401)
+        except Malformed as error:
+            _log("delivery-malformed", logging.WARNING, forge=kind, error=error)
+            return _refusal(400)
+        except InfraError as error:
+            _log("delivery-not-stored", logging.ERROR, forge=kind, error=error)
+            return _refusal(503)
+
+    def take(self, event: Event, body_sha: str) -> Answer:
+        """Judge an event that is known to be genuine. May raise InfraError."""
+        if event.fault is not None:
+            return self._ignored(event.fault)
+        delivery = Delivery(
+            id=set_id(event.forge, event.delivery),
+            event=event,
+            body_sha=body_sha,
+            received=self.clock(),
+        )
+        if self.store.seen(delivery.id, body_sha):
+            return self._known("duplicate")
+        found = judge(self.triggers.rules, event, self.own.get(event.forge))
+        if isinstance(found, Drop):
+            return self._ignored(found.reason)
+        word = self.forges[event.forge].authority(event)
+        if word == "denied":
+            return self._ignored("not-allowed")
+        if word == "ask" or event.forge not in self.own:
+            return self._park(delivery, found)
+        return self._admit(delivery, found)
+
+    def _park(self, delivery: Delivery, match: Match) -> Answer:
+        if not self.store.park(delivery, match):
+            return self._known("duplicate")
+        self.bell.set()
+        return Answer(202, {"status": "pending"})
+
+    def _admit(self, delivery: Delivery, match: Match) -> Answer:
+        jobs = fan_out(match, delivery.event)
+        status, ids = self.store.admit(delivery, jobs, self.hourly)
+        if status == "queued":
+            return Answer(202, {"status": status, "jobs": ids})
+        if status == "rate-limited":
+            return Answer(200, {"status": "ignored", "reason": status})
+        return Answer(200, {"status": status})
+
+    def _known(self, status: str) -> Answer:
+        self._count(status)
+        return Answer(200, {"status": status})
+
+    def _ignored(self, reason: str) -> Answer:
+        """Always 2xx: GitLab switches a hook off for good on 4xx answers."""
+        self._count(reason)
+        return Answer(200, {"status": "ignored", "reason": reason})
+
+    def _count(self, word: str) -> None:
+        """A lost count is no reason to make a forge send again."""
+        try:
+            self.store.count(word)
+        except InfraError as error:
+            _log("count-lost", logging.ERROR, word=word, error=error)
+
+
+class Inbox:
+    """Resolves pending deliveries: who asked, and may they?
+
+    A few at a time for each forge, so that one forge that hangs holds up no
+    other. What cannot be told is tried again after 1 s, doubling to 5 minutes,
+    and dropped `authority-unknown` after a day.
+    """
+
+    TICK = 0.5
+    AT_ONCE = 4
+    BACKOFF_LIMIT = 300.0
+
+    def __init__(self, intake: Intake) -> None:
+        self.intake = intake
+        self.forges = intake.forges
+        self.store = intake.store
+        self.clock = intake.clock
+        self.bell = intake.bell
+        self._busy: dict[str, str] = {}
+        self._troubled: set[str] = set()
+        self._recovered: set[str] = set()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+
+    def start(self, patience: float = 2.0) -> None:
+        """Begin; waits up to `patience` seconds to learn who we are.
+
+        Until a forge has said so, its deliveries wait in the inbox: nobody can
+        tell whether they are our own.
+        """
+        learners = [
+            threading.Thread(target=self._learn_quietly, args=(forge,), daemon=True)
+            for forge in self.forges.values()
+        ]
+        for learner in learners:
+            learner.start()
+        end = time.monotonic() + patience
+        for learner in learners:
+            learner.join(max(0.0, end - time.monotonic()))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.bell.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def _learn(self, forge: Forge) -> str | None:
+        self.intake.own[forge.kind] = own = forge.own_id()
+        return own
+
+    def _learn_quietly(self, forge: Forge) -> None:
+        try:
+            self._learn(forge)
+        except PidispatchError as error:
+            _log("identity-unknown", logging.WARNING, forge=forge.kind, error=error)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self.bell.wait(self.TICK)
+            self.bell.clear()
+            try:
+                self.turn()
+            except Exception as error:
+                _log("inbox-failed", logging.ERROR, error=error)
+
+    def turn(self) -> None:
+        """Start resolving whatever is due and fits."""
+        for delivery, match, attempts in self._due():
+            kind = delivery.event.forge
+            busy = list(self._busy.values()).count(kind) >= self.AT_ONCE
+            if busy or delivery.id in self._busy or self._stopped:
+                continue
+            self._busy[delivery.id] = kind
+            threading.Thread(
+                target=self._resolve, args=(delivery, match, attempts), daemon=True
+            ).start()
+
+    def _due(self) -> list[tuple[Delivery, Match, int]]:
+        """What is due; and, once a forge answers again, all that waits for it."""
+        now = self.clock()
+        due = self.store.due_pending(now)
+        for kind in tuple(self._recovered):
+            early = self.store.due_pending(now + self.BACKOFF_LIMIT)
+            waiting = [row for row in early if row[0].event.forge == kind]
+            due = due + [row for row in waiting if row not in due]
+            if all(row[0].id in self._busy for row in waiting):
+                self._recovered.discard(kind)
+        return due
+
+    def _resolve(self, delivery: Delivery, match: Match, attempts: int) -> None:
+        kind = delivery.event.forge
+        try:
+            self.store.settle(delivery.id, self._verdict(delivery, match))
+            if kind in self._troubled:
+                self._troubled.discard(kind)
+                self._recovered.add(kind)
+        except Exception as error:
+            self._try_later(delivery, attempts, error)
+        finally:
+            self._busy.pop(delivery.id, None)
+            self.bell.set()
+
+    def _verdict(self, delivery: Delivery, match: Match) -> str | None:
+        """Admit the delivery (None), or say the reason it is dropped for."""
+        event = delivery.event
+        forge = self.forges.get(event.forge)
+        if forge is None:
+            raise InfraError(f"{event.forge} is not served any more")
+        own = self._learn(forge)
+        if event.actor is None:
+            return "missing-sender-id"
+        if event.actor.id == own:
+            return "self"
+        word = forge.authority(event)
+        if word == "denied" or (word == "ask" and not forge.ask(event)):
+            return "not-allowed"
+        self.store.admit(delivery, fan_out(match, event), self.intake.hourly)
+        return None
+
+    def _try_later(self, delivery: Delivery, attempts: int, error: Exception) -> None:
+        kind, now = delivery.event.forge, self.clock()
+        self._troubled.add(kind)
+        self._recovered.discard(kind)
+        _log("authority-unknown", logging.WARNING, delivery=delivery.id, error=error)
+        try:
+            if now - delivery.received >= DAY:
+                self.store.settle(delivery.id, "authority-unknown")
+            else:
+                delay = min(2.0 ** min(attempts, 16), self.BACKOFF_LIMIT)
+                self.store.postpone(delivery.id, now + delay)
+        except PidispatchError as trouble:
+            _log("inbox-failed", logging.ERROR, delivery=delivery.id, error=trouble)
+
+
+@dataclass(frozen=True)
+class EdgeLimits:
+    """Bounds of the receiver; seconds are totals by the wall clock."""
+
+    threads: int = 256
+    backlog: int = 256
+    line: int = 8_192
+    head: int = 32_768
+    headers: int = 100
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
+    send_seconds: float = 10.0
+    linger_seconds: float = 2.0
+    #: Bodies above `large` bytes are held by at most `larges` threads at once.
+    large: int = 1024 * 1024
+    larges: int = 16
+
+
+class Route(NamedTuple):
+    method: str
+    kind: str | None
+
+
+_METHODS = frozenset(
+    b"GET HEAD POST PUT PATCH DELETE OPTIONS TRACE CONNECT".split(b" ")
+)
+_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~]+) HTTP/([0-9])\.([0-9])")
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+#: Headers that decide something, and so may stand only once.
+_ONCE = re.compile(
+    r"signature|token|delivery|event|^(content-(length|type)|transfer-encoding|"
+    r"authorization|expect|host|webhook-id|webhook-timestamp|idempotency-key)$"
+)
+_MEDIA_TYPES = ("application/json", FORM_TYPE)
+
+
+class Edge:
+    """The public HTTP/1.1 receiver: one thread a connection, everything bounded.
+
+    Only sockets of the standard library: what http.server adds (it folds `//`,
+    mends broken headers, has per-read timeouts and writes an answer in several
+    sends) is what a public edge must not have.
+    """
+
+    def __init__(
+        self, intake: Intake, host: str, port: int, limits: EdgeLimits | None = None
+    ) -> None:
+        import socket
+
+        self.intake = intake
+        self.limits = limits or EdgeLimits()
+        self.routes = {f"/{kind}": Route("POST", kind) for kind in intake.forges}
+        if "github" in intake.forges:
+            self.routes["/"] = Route("POST", "github")
+        self.routes["/healthz"] = Route("GET", None)
+        self.larges = threading.BoundedSemaphore(self.limits.larges)
+        self.closing = False
+        self.idle: set[socket.socket] = set()
+        self._open = 0
+        self._change = threading.Condition()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server(
+            (host, port), family=family, backlog=self.limits.backlog
+        )
+        self._listener.settimeout(0.5)
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="edge", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, patience: float = 5.0) -> None:
+        """Accept no more; let requests in progress end, up to `patience` seconds."""
+        self.closing = True
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
+        for waiting in tuple(self.idle):
+            _hang_up(waiting)
+        with self._change:
+            self._change.wait_for(lambda: self._open == 0, patience)
+
+    def _accept(self) -> None:
+        while not self.closing:
+            with self._change:
+                free = self._change.wait_for(
+                    lambda: self._open < self.limits.threads, timeout=0.5
+                )
+            try:
+                if free:
+                    self._serve(self._listener.accept()[0])
+            except TimeoutError:
+                continue
+            except (OSError, RuntimeError) as error:
+                _log("edge-failed", logging.ERROR, error=error)
+                time.sleep(0.05)
+
+    def _serve(self, sock: socket.socket) -> None:
+        with self._change:
+            self._open += 1
+        try:
+            threading.Thread(target=self._converse, args=(sock,), daemon=True).start()
+        except RuntimeError:
+            self._gone(sock)
+            raise
+
+    def _converse(self, sock: socket.socket) -> None:
+        try:
+            _Connection(self, sock).converse()
+        except (OSError, EOFError):
+            pass  # the other side went away, or reads too slowly
+        except Exception as error:
+            _log("edge-failed", logging.ERROR, error=error)
+        finally:
+            self._gone(sock)
+
+    def _gone(self, sock: socket.socket) -> None:
+        sock.close()
+        with self._change:
+            self._open -= 1
+            self._change.notify_all()
+
+
+def _hang_up(sock: socket.socket, how: int = 2) -> None:
+    """Shut down one or both (SHUT_RDWR) directions; it may be gone already."""
+    import contextlib
+
+    with contextlib.suppress(OSError):
+        sock.shutdown(how)
+
+
+class _Stop(Exception):
+    """The request ends here, with this status, and so does its connection."""
+
+    def __init__(self, status: int, allow: str = "") -> None:
+        super().__init__(status)
+        self.status = status
+        self.allow = allow
+
+
+class _Connection:
+    """One connection: requests in turn, read under total deadlines."""
+
+    def __init__(self, edge: Edge, sock: socket.socket) -> None:
+        import socket
+
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.edge = edge
+        self.limits = edge.limits
+        self.sock = sock
+        self.buffer = bytearray()
+        self.deadline = time.monotonic() + self.limits.head_seconds
+
+    def converse(self) -> None:
+        while self._exchange() and not self.edge.closing:
+            if not self._another():
+                return
+            self.deadline = time.monotonic() + self.limits.head_seconds
+
+    def _another(self) -> bool:
+        """Wait for the first byte of a next request."""
+        self.deadline = time.monotonic() + self.limits.head_seconds
+        self.edge.idle.add(self.sock)
+        try:
+            while not self.buffer:
+                self._fill()
+        except (_Stop, EOFError):
+            return False
+        finally:
+            self.edge.idle.discard(self.sock)
+        return True
+
+    def _exchange(self) -> bool:
+        """Read one request and answer it; whether the connection goes on."""
+        try:
+            route, headers, lasting = self._head()
+            answer = self._answer(route, headers)
+        except _Stop as stop:
+            self._send(_refusal(stop.status), close=True, allow=stop.allow)
+            self._linger()
+            return False
+        bodied = route.method == "GET" and headers.keys() & {
+            "content-length",
+            "transfer-encoding",
+        }
+        close = answer.status >= 400 or not lasting or bool(bodied)
+        close = close or self.edge.closing
+        self._send(answer, close=close)
+        return not close
+
+    # --- reading
+
+    def _fill(self) -> None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise _Stop(408)
+        self.sock.settimeout(left)
+        try:
+            data = self.sock.recv(65_536)
+        except TimeoutError:
+            raise _Stop(408) from None
+        if not data:
+            raise EOFError
+        self.buffer += data
+
+    def _line(self, limit: int, status: int) -> bytes:
+        """One line of at most `limit` bytes, or _Stop(status)."""
+        while (end := self.buffer.find(b"\n", 0, limit + 2)) < 0:
+            if len(self.buffer) >= limit + 2:
+                raise _Stop(status)
+            self._fill()
+        line = bytes(self.buffer[:end])
+        del self.buffer[: end + 1]
+        if not line.endswith(b"\r"):
+            raise _Stop(400)
+        return line[:-1]
+
+    def _head(self) -> tuple[Route, Mapping[str, str], bool]:
+        """The route, the headers, and whether the connection may be kept."""
+        try:
+            line = self._line(self.limits.line, 414)
+        except _Stop as stop:
+            if stop.status == 414:
+                self._known_method(bytes(self.buffer[:16]))
+            raise
+        target, minor = self._request_line(line)
+        headers = self._headers()
+        route = self.edge.routes.get(target)
+        if route is None:
+            raise _Stop(404)
+        lasting = minor > 0 and "close" not in headers.get("connection", "").lower()
+        return route, headers, lasting
+
+    def _known_method(self, line: bytes) -> str:
+        method = line.partition(b" ")[0]
+        if not _TOKEN.fullmatch(method):
+            raise _Stop(400)
+        if method not in _METHODS:
+            raise _Stop(501)
+        if method not in (b"GET", b"POST"):
+            raise _Stop(405, "GET, POST")
+        return method.decode()
+
+    def _request_line(self, line: bytes) -> tuple[str, int]:
+        """The path, and the minor version of HTTP/1."""
+        method = self._known_method(line)
+        found = _REQUEST_LINE.fullmatch(line)
+        if found is None:
+            raise _Stop(400)
+        path = found[2].decode().partition("?")[0]
+        if len(path) > 2 and path.endswith("/"):
+            path = path[:-1]
+        route = self.edge.routes.get(path)
+        if route is not None and route.method != method:
+            raise _Stop(405, route.method)
+        if found[3] != b"1":
+            raise _Stop(505)
+        return path, int(found[4])
+
+    def _headers(self) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        room = self.limits.head
+        for _ in range(self.limits.headers + 1):
+            line = self._line(max(room, 0), 431)
+            if not line:
+                return headers
+            room -= len(line) + 2
+            name, colon, value = line.partition(b":")
+            if not colon or not _TOKEN.fullmatch(name) or _CONTROL.search(value):
+                raise _Stop(400)
+            key, text = name.decode().lower(), value.strip(b" \t").decode("latin-1")
+            if key in headers and _ONCE.search(key):
+                raise _Stop(400)
+            headers[key] = f"{headers[key]}, {text}" if key in headers else text
+        raise _Stop(431)
+
+    def _answer(self, route: Route, headers: Mapping[str, str]) -> Answer:
+        if route.kind is None:
+            return Answer(200, {"status": "ok"})
+        length = self._length(headers)
+        media = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media not in _MEDIA_TYPES:
+            raise _Stop(415)
+        self.deadline = time.monotonic() + self.limits.body_seconds
+        if length <= self.limits.large:
+            return self._deliver(route.kind, headers, length)
+        if not self.edge.larges.acquire(timeout=self.limits.body_seconds):
+            raise _Stop(503)
+        try:
+            return self._deliver(route.kind, headers, length)
+        finally:
+            self.edge.larges.release()
+
+    @staticmethod
+    def _length(headers: Mapping[str, str]) -> int:
+        text = headers.get("content-length")
+        if text is None or "transfer-encoding" in headers:
+            raise _Stop(411)
+        if not re.fullmatch(r"[0-9]+", text, re.ASCII):
+            raise _Stop(400)
+        if len(text) > 18 or int(text) > MAX_BODY_BYTES:
+            raise _Stop(413)
+        return int(text)
+
+    def _deliver(self, kind: str, headers: Mapping[str, str], length: int) -> Answer:
+        if len(self.buffer) < length and "expect" in headers:
+            self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while len(self.buffer) < length:
+            self._fill()
+        with memoryview(self.buffer) as view:
+            body = bytes(view[:length])
+        del self.buffer[:length]
+        try:
+            return self.edge.intake.receive(kind, headers, body)
+        except Exception as error:
+            _log("delivery-failed", logging.ERROR, forge=kind, error=error)
+            return _refusal(503)
+
+    # --- writing
+
+    def _send(self, answer: Answer, *, close: bool, allow: str = "") -> None:
+        """One write: apart, the parts of an answer cost 40 ms of delayed ACK."""
+        body = msgspec.json.encode(answer.payload)
+        lines = [
+            f"HTTP/1.1 {answer.status} {STATUS_WORDS[answer.status]}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *(["Connection: close"] if close else []),
+            *([f"Allow: {allow}"] if allow else []),
+            "\r\n",
+        ]
+        self.sock.settimeout(self.limits.send_seconds)
+        self.sock.sendall("\r\n".join(lines).encode() + body)
+
+    def _linger(self) -> None:
+        """Read what still comes for a moment: closing at once would reset the
+        connection and take the answer away from a client that is sending."""
+        _hang_up(self.sock, 1)
+        self.deadline = time.monotonic() + self.limits.linger_seconds
+        try:
+            while True:
+                self.buffer.clear()
+                self._fill()
+        except (_Stop, EOFError):
+            return
+
 
 # =============================================================================
 # surfaces

@@ -1424,7 +1424,7 @@ _FOREIGN = {
 
 # -- the file: positions, duplicates, what JSON does not allow ----------------
 
-_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL)
+_JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL)
 _DEPTH_MAX = 64
 
 
@@ -1472,7 +1472,7 @@ def _parse(raw: bytes, faults: list[str]) -> Any:
 
 def _refuse_depth(text: str) -> None:
     depth = 0
-    for token in _TOKEN.finditer(text):
+    for token in _JSON_TOKEN.finditer(text):
         depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
         if depth > _DEPTH_MAX:
             raise json.JSONDecodeError(
@@ -1492,7 +1492,7 @@ class _Frame:
 def _scan(text: str) -> Iterator[str]:
     """What `json.loads` lets pass in a valid text, each with its position."""
     frames = [_Frame("")]
-    for token in _TOKEN.finditer(text):
+    for token in _JSON_TOKEN.finditer(text):
         word, top = token[0], frames[-1]
         if word in ("]", "}"):
             frames.pop()
@@ -1889,12 +1889,12 @@ def triggers_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "pidispatch triggers",
-        **_object(
+        **_as_object(
             {
                 "$schema": {"type": "string"},
                 "triggers": {
                     "type": "array",
-                    "items": _object(
+                    "items": _as_object(
                         {"on": _rows_schema(_ON), "run": _rows_schema(_RUN)},
                         ("on", "run"),
                     ),
@@ -1905,7 +1905,7 @@ def triggers_schema() -> dict[str, Any]:
     }
 
 
-def _object(properties: dict[str, Any], required: Sequence[str]) -> dict[str, Any]:
+def _as_object(properties: dict[str, Any], required: Sequence[str]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,
@@ -1924,7 +1924,7 @@ def _rows_schema(rows: Mapping[str, _Row]) -> dict[str, Any]:
         for name, row in rows.items()
     }
     required = [name for name, row in rows.items() if row.required and not row.where]
-    return _object(properties, required)
+    return _as_object(properties, required)
 
 
 # -- matching an event to a rule ----------------------------------------------
@@ -6011,7 +6011,7 @@ class Route(NamedTuple):
 _METHODS = frozenset(
     b"GET HEAD POST PUT PATCH DELETE OPTIONS TRACE CONNECT".split(b" ")
 )
-_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~]+) HTTP/([0-9])\.([0-9])")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 #: Headers that decide something, and so may stand only once.
@@ -6221,7 +6221,7 @@ class _Connection:
 
     def _known_method(self, line: bytes) -> str:
         method = line.partition(b" ")[0]
-        if not _TOKEN.fullmatch(method):
+        if not _HEADER_TOKEN.fullmatch(method):
             raise _Stop(400)
         if method not in _METHODS:
             raise _Stop(501)
@@ -6254,7 +6254,7 @@ class _Connection:
                 return headers
             room -= len(line) + 2
             name, colon, value = line.partition(b":")
-            if not colon or not _TOKEN.fullmatch(name) or _CONTROL.search(value):
+            if not colon or not _HEADER_TOKEN.fullmatch(name) or _CONTROL.search(value):
                 raise _Stop(400)
             key, text = name.decode().lower(), value.strip(b" \t").decode("latin-1")
             if key in headers and _ONCE.search(key):
@@ -6672,6 +6672,33 @@ def try_delivery(
     except (OSError, Unauthorized, Malformed) as error:
         raise ConfigError(f"{path}: {error}", "give a delivery's raw body") from error
     return _judge(rules, forge, parsed)
+
+
+def trial_forge(kind: str, secret: str | None) -> ApiForge:
+    """A forge that only reads: no session and no credential of the operator."""
+    forge = _FORGE_CLASSES.get(kind)
+    if forge is None:
+        raise ConfigError(f"this version does not read deliveries of {kind} yet")
+    settings = Settings(**{forge.secret_field: (secret,) if secret else ()})
+    return forge(settings, cast(Any, None))
+
+
+def trial_headers(
+    forge: ApiForge, path: Path, given: Sequence[str], event: str | None
+) -> dict[str, str]:
+    """The delivery's headers, lower case; what is missing is taken from the file.
+
+    The event: a header, else `event`, else the file's name up to its first dot.
+    """
+    headers: dict[str, str] = {}
+    for text in given:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip():
+            raise ConfigError(f"--header {text!r} is not 'Name: value'")
+        headers[name.strip().lower()] = value.strip()
+    headers.setdefault(forge.event_header, event or path.name.split(".")[0])
+    headers.setdefault(forge.delivery_header, "dry-run")
+    return headers
 
 
 def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:

@@ -6,8 +6,8 @@ scripted agent takes pi's place where there is no container engine. The demo and
 tests use the same ones. Standard library only (and git), so that each also runs alone
 in a plain container: ``python3 pidispatch_demo.py forge|model --host H --port P``.
 
-Sections: http · git · forge state · forge shapes · forge API · forge · deliveries ·
-model scripts · model styles · model · agent · commands.
+Sections: http · git · forge state · forge shapes · deliveries · forge API · forge ·
+model scripts · model styles · model · agent · commands · demo.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class _Connection(BaseHTTPRequestHandler):
                 reply.stream.close()
             reply.done()
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_CONNECT = answer
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = answer
 
     def _request(self) -> Request:
         # A client that uses us as a proxy sends the whole URL (`gh` does so here).
@@ -383,7 +383,6 @@ _GIT_ENVIRONMENT = {
 }
 _REPOSITORY_CONFIG = """
 [receive]
-\tprocReceiveRefs = refs/heads
 \thideRefs = refs/pull
 \tautogc = false
 [uploadpack]
@@ -526,8 +525,15 @@ def serve_git(
     """Answer one smart HTTP request of a repository with `git http-backend`.
 
     ``user`` lets pushes in; ``scope`` is what the push hook gets to know of the
-    credential: its kind and its workflows permission."""
+    credential: its kind and its workflows permission. Empty leaves the hook out."""
+    hooked = {
+        _SCOPE_VARIABLE: scope,
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": "receive.procReceiveRefs",
+        "GIT_CONFIG_VALUE_0": "refs/heads",
+    }
     environment = _git_environment(
+        **(hooked if scope else {}),
         GIT_PROJECT_ROOT=str(path),
         GIT_HTTP_EXPORT_ALL="1",
         PATH_INFO=f"/{operation}",
@@ -538,7 +544,6 @@ def serve_git(
         GIT_PROTOCOL=request.headers.get("git-protocol", ""),
         REMOTE_USER=user,
         REMOTE_ADDR="127.0.0.1",
-        **{_SCOPE_VARIABLE: scope},
     )
     done = subprocess.run(
         [_http_backend()], env=environment, input=request.body, capture_output=True
@@ -976,10 +981,15 @@ def _node_id(kind: str, number: int) -> str:
     return base64.b64encode(f"{kind}:{number}".encode()).decode()
 
 
+def _site(base: str) -> str:
+    """Where the pages for people are, given where the API is."""
+    return base.removesuffix("/api/v3").replace("://api.", "://", 1)
+
+
 def user_json(base: str, user: User) -> Json:
     """An account."""
     url = f"{base}/users/{user.login}"
-    site = base.removesuffix("/api/v3")
+    site = _site(base)
     return {
         "login": user.login,
         "id": user.id,
@@ -998,7 +1008,7 @@ def user_json(base: str, user: User) -> Json:
 def repo_json(base: str, repo: Repo) -> Json:
     """A repository."""
     url = f"{base}/repos/{repo.full_name}"
-    html_url = f"{base.removesuffix('/api/v3')}/{repo.full_name}"
+    html_url = f"{_site(base)}/{repo.full_name}"
     return {
         "id": repo.id,
         "node_id": _node_id("Repository", repo.id),
@@ -1047,7 +1057,7 @@ def label_json(base: str, repo: Repo, name: str) -> Json:
 def _item_json(base: str, repo: Repo, item: Issue) -> Json:
     """What an issue and a pull request have in common."""
     kind = "pull" if isinstance(item, Pull) else "issues"
-    site = base.removesuffix("/api/v3")
+    site = _site(base)
     issue_url = f"{base}/repos/{repo.full_name}/issues/{item.number}"
     return {
         "id": item.id,
@@ -1161,7 +1171,7 @@ def comment_json(base: str, repo: Repo, comment: Comment) -> Json:
     url = f"{base}/repos/{repo.full_name}/issues"
     item = repo.item(comment.number)
     kind = "pull" if isinstance(item, Pull) else "issues"
-    site = f"{base.removesuffix('/api/v3')}/{repo.full_name}"
+    site = f"{_site(base)}/{repo.full_name}"
     return {
         "id": comment.id,
         "node_id": _node_id("IssueComment", comment.id),
@@ -1186,6 +1196,156 @@ def branch_json(base: str, repo: Repo, name: str, sha: str) -> Json:
         "protected": repo.is_protected(name),
         "protection_url": f"{url}/branches/{name}/protection",
     }
+
+
+# ---------------------------------------------------------------------------
+# deliveries
+#
+# Webhooks as GitHub sends them: the payload of something that happened on the fake,
+# and the signed bytes (docs.github.com, "Webhook events and payloads", "Validating
+# webhook deliveries"). A builder makes the thing happen on the fake as well.
+# ---------------------------------------------------------------------------
+
+
+def signed_delivery(
+    event: str, payload: Json, secret: str, guid: str, form: bool = False
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a delivery; ``form`` sends it as a form, and signs that."""
+    text = json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
+    body = text.encode()
+    kind = "application/json"
+    if form:
+        body = urllib.parse.urlencode({"payload": text}).encode()
+        kind = "application/x-www-form-urlencoded"
+    headers = {
+        "Content-Type": kind,
+        "User-Agent": "GitHub-Hookshot/0000000",
+        "X-GitHub-Event": event,
+        "X-GitHub-Delivery": guid,
+        "X-GitHub-Hook-ID": "100000001",
+        "X-GitHub-Hook-Installation-Target-Type": "repository",
+        "X-Hub-Signature": "sha1=" + _mac(secret, body, "sha1"),
+        "X-Hub-Signature-256": "sha256=" + _mac(secret, body, "sha256"),
+    }
+    return headers, body
+
+
+def _mac(secret: str, body: bytes, algorithm: str) -> str:
+    return hmac.new(secret.encode(), body, algorithm).hexdigest()
+
+
+def _payload(repo: Repo, action: str, sender: str, base: str) -> Json:
+    return {
+        "action": action,
+        "repository": repo_json(base, repo),
+        "sender": user_json(base, repo.accounts.user(sender)),
+    }
+
+
+def _known(repo: Repo, number: int) -> Issue:
+    item = repo.item(number)
+    if item is None:
+        raise ValueError(f"{repo.full_name} has no #{number}")
+    return item
+
+
+def item_payload(
+    repo: Repo, number: int, action: str, sender: str, label: str | None = None
+) -> Json:
+    """An `issues` delivery, or `pull_request` when the number is one.
+
+    ``labeled`` and ``unlabeled`` change the labels, ``closed`` and ``reopened`` the
+    state; a pull request's ``synchronize`` needs a commit made before."""
+    item = _known(repo, number)
+    item.updated_at = repo.accounts.clock()
+    if action == "labeled" and label and label not in item.labels:
+        item.labels.append(label)
+    if action == "unlabeled" and label in item.labels:
+        item.labels.remove(label)
+    if action in ("closed", "reopened"):
+        item.state = "closed" if action == "closed" else "open"
+        item.closed_at = item.updated_at if action == "closed" else None
+    base = repo.accounts.base
+    payload = _payload(repo, action, sender, base)
+    if isinstance(item, Pull):
+        payload["number"] = number
+        payload["pull_request"] = pull_detail_json(base, repo, item)
+    else:
+        payload["issue"] = issue_json(base, repo, item)
+    if label is not None:
+        payload["label"] = label_json(base, repo, label)
+    return payload
+
+
+def labeled_payload(repo: Repo, number: int, label: str, sender: str) -> Json:
+    """Somebody puts a label on an issue or pull request."""
+    return item_payload(repo, number, "labeled", sender, label)
+
+
+def pull_request_payload(
+    repo: Repo, number: int, action: str, sender: str, label: str | None = None
+) -> Json:
+    """A `pull_request` delivery (opened, synchronize, labeled, closed …)."""
+    if number not in repo.pulls:
+        raise ValueError(f"{repo.full_name}#{number} is no pull request")
+    return item_payload(repo, number, action, sender, label)
+
+
+def comment_payload(
+    repo: Repo,
+    number: int,
+    body: str,
+    sender: str,
+    association: str | None = None,
+    action: str = "created",
+) -> Json:
+    """An `issue_comment` delivery; the comment is on the issue from then on."""
+    item = _known(repo, number)
+    base = repo.accounts.base
+    comment = repo.add_comment(number, body, sender)
+    payload = _payload(repo, action, sender, base)
+    payload["issue"] = issue_json(base, repo, item)
+    payload["comment"] = comment_json(base, repo, comment)
+    if association is not None:
+        payload["comment"]["author_association"] = association
+    return payload
+
+
+def review_payload(
+    repo: Repo,
+    number: int,
+    state: str,
+    body: str | None,
+    sender: str,
+    association: str | None = None,
+) -> Json:
+    """A `pull_request_review` submitted: approved, changes_requested, commented."""
+    pull, base = repo.pulls[number], repo.accounts.base
+    shape = pull_json(base, repo, pull)
+    review_id = repo.accounts.new_id()
+    payload = _payload(repo, "submitted", sender, base)
+    payload["pull_request"] = shape
+    payload["review"] = {
+        "id": review_id,
+        "node_id": _node_id("PullRequestReview", review_id),
+        "user": payload["sender"],
+        "body": body,
+        "commit_id": pull.head_sha,
+        "submitted_at": iso_time(repo.accounts.clock()),
+        "state": state,
+        "html_url": f"{shape['html_url']}#pullrequestreview-{review_id}",
+        "pull_request_url": shape["url"],
+        "author_association": association or repo.association(sender),
+    }
+    return payload
+
+
+PAYLOADS: Mapping[str, Callable[..., Json]] = {
+    "issues": item_payload,
+    "pull_request": pull_request_payload,
+    "issue_comment": comment_payload,
+    "pull_request_review": review_payload,
+}
 
 
 # ---------------------------------------------------------------------------
@@ -1787,15 +1947,22 @@ class FakeGitHub(FakeServer):
         default_branch: str = "main",
         private: bool = False,
         issues: Mapping[int, Mapping[str, Any]] | None = None,
+        collaborators: Mapping[str, str] | None = None,
+        protected: Sequence[str] = (),
     ) -> Repo:
         """Make a repository with one commit of ``files`` and these issues.
 
-        ``issues`` maps a number to the keyword arguments of `Repo.add_issue`."""
+        ``issues`` maps a number to the keyword arguments of `Repo.add_issue`,
+        ``collaborators`` a login to its permission."""
         repo = Repo(self.data.accounts, full_name, default_branch, private)
         self.data.repos[full_name] = repo
         repo.commit(default_branch, files or {"README.md": "# Sample\n"}, "Begin")
         for number, fields in (issues or {}).items():
             repo.add_issue(number, **fields)
+        for login, permission in (collaborators or {}).items():
+            repo.add_collaborator(login, permission)
+        for branch in protected:
+            repo.protect(branch)
         return repo
 
     def requests(self, method: str = "*", path_regex: str = "") -> list[Logged]:
@@ -1846,7 +2013,9 @@ class FakeGitHub(FakeServer):
         ):
             text = f"Permission to {full_name}.git denied to {token.login}.\n"
             return Reply(403, text.encode(), plain)
-        scope = f"{token.kind} {token.permissions.get('workflows', 'none')}"
+        # The hook costs a Python start: it runs only where it could refuse.
+        hooked = repo.protected or not token.may("workflows", "write")
+        scope = f"{token.kind} {token.permissions.get('workflows')}" if hooked else ""
         operation = match["operation"]
         reply = serve_git(repo.git.path, operation, request, token.login, scope)
         if operation == "git-receive-pack":
@@ -1908,21 +2077,26 @@ class FakeGitHub(FakeServer):
         return reply
 
     def _control(self, request: Request) -> Reply:
-        """What a forge in a container is steered and looked into by."""
-        if request.path == "/control/repos" and request.method == "POST":
-            shape = request.json()
-            issues = {int(n): i for n, i in (shape.pop("issues", None) or {}).items()}
-            with self.lock:
-                repo = self.create_repo(**shape, issues=issues)
-            return json_reply(201, repo_json(self.url, repo))
-        if request.path == "/control/faults" and request.method == "POST":
-            self.fail_next(**request.json())
-            return Reply(204)
-        if request.path == "/control/log":
+        """What a forge in a container is steered by and looked into."""
+        what = request.path.removeprefix("/control/")
+        if request.method == "GET" and what == "log":
             return json_reply(200, [row._asdict() for row in self.log])
-        if request.path == "/control/state":
+        if request.method == "GET" and what == "state":
             return json_reply(200, {n: _state(r) for n, r in self.repos.items()})
-        return json_reply(404, {"message": "Not Found"})
+        if request.method != "POST" or what not in ("repos", "payload", "faults"):
+            return json_reply(404, {"message": "Not Found"})
+        shape = request.json()
+        with self.lock:
+            if what == "repos":
+                issues = {int(n): i for n, i in shape.pop("issues", {}).items()}
+                repo = self.create_repo(**shape, issues=issues)
+                return json_reply(201, repo_json(self.url, repo))
+            if what == "payload":
+                builder = PAYLOADS[shape.pop("event")]
+                repo = self.repos[shape.pop("repo")]
+                return json_reply(200, builder(repo, **shape))
+        self.fail_next(**shape)
+        return Reply(204)
 
 
 def _state(repo: Repo) -> Json:
@@ -1974,148 +2148,6 @@ def _with_etag(request: Request, reply: Reply) -> Reply:
     if tag in request.headers.get("if-none-match", ""):
         reply.status, reply.body = 304, b""
     return reply
-
-
-# ---------------------------------------------------------------------------
-# deliveries
-#
-# Webhooks as GitHub sends them: the payload of something that happened on the fake,
-# and the signed bytes (docs.github.com, "Webhook events and payloads", "Validating
-# webhook deliveries"). A builder makes the thing happen on the fake as well.
-# ---------------------------------------------------------------------------
-
-
-def signed_delivery(
-    event: str, payload: Json, secret: str, guid: str, form: bool = False
-) -> tuple[dict[str, str], bytes]:
-    """Headers and body of a delivery; ``form`` sends it as a form, and signs that."""
-    text = json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
-    body = text.encode()
-    kind = "application/json"
-    if form:
-        body = urllib.parse.urlencode({"payload": text}).encode()
-        kind = "application/x-www-form-urlencoded"
-    headers = {
-        "Content-Type": kind,
-        "User-Agent": "GitHub-Hookshot/0000000",
-        "X-GitHub-Event": event,
-        "X-GitHub-Delivery": guid,
-        "X-GitHub-Hook-ID": "100000001",
-        "X-GitHub-Hook-Installation-Target-Type": "repository",
-        "X-Hub-Signature": "sha1=" + _mac(secret, body, "sha1"),
-        "X-Hub-Signature-256": "sha256=" + _mac(secret, body, "sha256"),
-    }
-    return headers, body
-
-
-def _mac(secret: str, body: bytes, algorithm: str) -> str:
-    return hmac.new(secret.encode(), body, algorithm).hexdigest()
-
-
-def _payload(repo: Repo, action: str, sender: str, base: str) -> Json:
-    return {
-        "action": action,
-        "repository": repo_json(base, repo),
-        "sender": user_json(base, repo.accounts.user(sender)),
-    }
-
-
-def _known(repo: Repo, number: int) -> Issue:
-    item = repo.item(number)
-    if item is None:
-        raise ValueError(f"{repo.full_name} has no #{number}")
-    return item
-
-
-def item_payload(
-    repo: Repo, number: int, action: str, sender: str, label: str | None = None
-) -> Json:
-    """An `issues` delivery, or `pull_request` when the number is one.
-
-    ``labeled`` and ``unlabeled`` change the labels, ``closed`` and ``reopened`` the
-    state; a pull request's ``synchronize`` needs a commit made before."""
-    item = _known(repo, number)
-    item.updated_at = repo.accounts.clock()
-    if action == "labeled" and label and label not in item.labels:
-        item.labels.append(label)
-    if action == "unlabeled" and label in item.labels:
-        item.labels.remove(label)
-    if action in ("closed", "reopened"):
-        item.state = "closed" if action == "closed" else "open"
-        item.closed_at = item.updated_at if action == "closed" else None
-    base = repo.accounts.base
-    payload = _payload(repo, action, sender, base)
-    if isinstance(item, Pull):
-        payload["number"] = number
-        payload["pull_request"] = pull_detail_json(base, repo, item)
-    else:
-        payload["issue"] = issue_json(base, repo, item)
-    if label is not None:
-        payload["label"] = label_json(base, repo, label)
-    return payload
-
-
-def labeled_payload(repo: Repo, number: int, label: str, sender: str) -> Json:
-    """Somebody puts a label on an issue or pull request."""
-    return item_payload(repo, number, "labeled", sender, label)
-
-
-def pull_request_payload(
-    repo: Repo, number: int, action: str, sender: str, label: str | None = None
-) -> Json:
-    """A `pull_request` delivery (opened, synchronize, labeled, closed …)."""
-    if number not in repo.pulls:
-        raise ValueError(f"{repo.full_name}#{number} is no pull request")
-    return item_payload(repo, number, action, sender, label)
-
-
-def comment_payload(
-    repo: Repo,
-    number: int,
-    body: str,
-    sender: str,
-    association: str | None = None,
-    action: str = "created",
-) -> Json:
-    """An `issue_comment` delivery; the comment is on the issue from then on."""
-    item = _known(repo, number)
-    base = repo.accounts.base
-    comment = repo.add_comment(number, body, sender)
-    payload = _payload(repo, action, sender, base)
-    payload["issue"] = issue_json(base, repo, item)
-    payload["comment"] = comment_json(base, repo, comment)
-    if association is not None:
-        payload["comment"]["author_association"] = association
-    return payload
-
-
-def review_payload(
-    repo: Repo,
-    number: int,
-    state: str,
-    body: str | None,
-    sender: str,
-    association: str | None = None,
-) -> Json:
-    """A `pull_request_review` submitted: approved, changes_requested, commented."""
-    pull, base = repo.pulls[number], repo.accounts.base
-    shape = pull_json(base, repo, pull)
-    review_id = repo.accounts.new_id()
-    payload = _payload(repo, "submitted", sender, base)
-    payload["pull_request"] = shape
-    payload["review"] = {
-        "id": review_id,
-        "node_id": _node_id("PullRequestReview", review_id),
-        "user": payload["sender"],
-        "body": body,
-        "commit_id": pull.head_sha,
-        "submitted_at": iso_time(repo.accounts.clock()),
-        "state": state,
-        "html_url": f"{shape['html_url']}#pullrequestreview-{review_id}",
-        "pull_request_url": shape["url"],
-        "author_association": association or repo.association(sender),
-    }
-    return payload
 
 
 # ---------------------------------------------------------------------------
@@ -2762,7 +2794,7 @@ class ScriptedAgent:
     """A tiny stand-in for pi. It is ours, and only the demo and tests start it.
 
     It runs nothing but scripts that we wrote: the model it talks to is the fake one.
-    It takes the flags that the runner passes to pi, reads the prompt from stdin and
+    It takes the flags that the runner gives pi, reads the prompt from stdin and
     models.json from $PI_CODING_AGENT_DIR, speaks openai-completions, runs the tool
     ``bash``, and prints pi's JSON-mode events. A provider's error ends the transcript
     with stop reason "error" and exit code 0, as pi's does."""
@@ -2770,17 +2802,14 @@ class ScriptedAgent:
     model: str
     base_url: str
     api_key: str
-    system: str
-    messages: list[Json] = field(default_factory=list)
+    messages: list[Json]
 
-    def run(self, prompt: str) -> int:
-        """Talk until the model stops asking for tools; 0 as pi in JSON mode."""
-        self.messages = [{"role": "system", "content": self.system}]
-        self.messages.append({"role": "user", "content": prompt})
+    def run(self) -> int:
+        """Talk until the model asks for no more tools; 0, as pi in JSON mode."""
         _emit("session", version=3, id=secrets.token_hex(8), cwd=str(Path.cwd()))
         _emit("agent_start")
         while self._turn():
-            pass
+            _emit("turn_end")
         _emit("agent_settled", aborted=False)
         return 0
 
@@ -2789,46 +2818,35 @@ class ScriptedAgent:
         _emit("turn_start")
         try:
             reply = self._ask()
+        except urllib.error.HTTPError as error:
+            _emit_failure(f"{error.code}: {error.read().decode(errors='replace')}")
+            return False
         except (OSError, ValueError) as error:
-            _emit("message_end", message=_failed_message(error))
+            _emit_failure(str(error))
             return False
         choice = reply["choices"][0]
         self.messages.append(choice["message"])
-        _emit("message_end", message=_assistant_message(choice, reply["usage"]))
+        _emit("message_end", message=_pi_message(choice, reply["usage"]))
         calls = choice["message"].get("tool_calls", [])
         for call in calls:
-            self._run_tool(call)
-        _emit("turn_end")
+            self._run_tool(call["id"], **call["function"])
         return bool(calls)
 
     def _ask(self) -> Json:
-        body = {"model": self.model, "messages": self.messages, "stream": False}
-        request = urllib.request.Request(
-            f"{self.base_url}/chat/completions",
-            data=json.dumps(body).encode(),
-            headers={
-                "Authorization": f"Bearer {self.api_key}",
-                "Content-Type": "application/json",
-            },
-        )
+        body = {"model": self.model, "messages": self.messages}
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        url = f"{self.base_url}/chat/completions"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(request) as answer:
-            value = json.load(answer)
-        return dict(value)
+            return dict(json.load(answer))
 
-    def _run_tool(self, call: Json) -> None:
-        name, number = call["function"]["name"], call["id"]
-        args = json.loads(call["function"]["arguments"])
-        _emit("tool_execution_start", toolCallId=number, toolName=name, args=args)
+    def _run_tool(self, number: str, name: str, arguments: str) -> None:
+        args, tool = json.loads(arguments), {"toolCallId": number, "toolName": name}
+        _emit("tool_execution_start", **tool, args=args)
         text, failed = _bash(args) if name == "bash" else (f"no tool {name}", True)
         result = {"content": [{"type": "text", "text": text}]}
-        _emit(
-            "tool_execution_end",
-            toolCallId=number,
-            toolName=name,
-            result=result,
-            isError=failed,
-        )
+        _emit("tool_execution_end", **tool, result=result, isError=failed)
         self.messages.append({"role": "tool", "tool_call_id": number, "content": text})
 
 
@@ -2836,11 +2854,16 @@ def _emit(kind: str, **fields: object) -> None:
     print(json.dumps({"type": kind, **fields}), flush=True)
 
 
-def _assistant_message(choice: Json, usage: Json) -> Json:
+def _emit_failure(text: str) -> None:
+    message = {"role": "assistant", "content": [], "stopReason": "error"}
+    _emit("message_end", message=message | {"errorMessage": text})
+
+
+def _pi_message(choice: Json, usage: Json) -> Json:
     """An assistant message as pi shows it, from an OpenAI choice."""
-    cached = usage["prompt_tokens_details"]
-    read, write = cached["cached_tokens"], cached["cache_write_tokens"]
-    stops = {"tool_calls": "toolUse"}
+    cache = usage["prompt_tokens_details"]
+    read, write = cache["cached_tokens"], cache["cache_write_tokens"]
+    stop = choice["finish_reason"]
     return {
         "role": "assistant",
         "content": [{"type": "text", "text": choice["message"]["content"] or ""}],
@@ -2851,20 +2874,12 @@ def _assistant_message(choice: Json, usage: Json) -> Json:
             "cacheWrite": write,
             "totalTokens": usage["total_tokens"],
         },
-        "stopReason": stops.get(choice["finish_reason"], choice["finish_reason"]),
+        "stopReason": "toolUse" if stop == "tool_calls" else stop,
     }
 
 
-def _failed_message(error: Exception) -> Json:
-    text = str(error)
-    if isinstance(error, urllib.error.HTTPError):
-        text = f"{error.code} {error.read().decode(errors='replace')}"
-    message = {"role": "assistant", "content": [], "stopReason": "error"}
-    return message | {"errorMessage": text}
-
-
 def _bash(args: Json) -> tuple[str, bool]:
-    """Run a command line that one of our scripts gave; its output, and if it failed."""
+    """Run a command line that one of our scripts gave: its output, and if it failed."""
     process = subprocess.Popen(
         ["bash", "-c", args["command"]],
         stdin=subprocess.DEVNULL,
@@ -2874,32 +2889,35 @@ def _bash(args: Json) -> tuple[str, bool]:
     )
     try:
         output, _ = process.communicate(timeout=args.get("timeout", _BASH_TIMEOUT))
-        text = output.decode(errors="replace") or "(no output)"
+        return output.decode(errors="replace") or "(no output)", process.returncode != 0
     except subprocess.TimeoutExpired:
-        text = "Command timed out"
+        return "Command timed out", True
     finally:
         # Whatever ends us (SIGTERM included) takes the command's children along.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    return text, process.wait() != 0
 
 
 def agent_main(options: argparse.Namespace) -> int:
     """Start the agent from pi's command line."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    folder = Path(os.environ["PI_CODING_AGENT_DIR"])
-    providers = json.loads((folder / "models.json").read_text())["providers"]
-    provider, _, model = options.model.partition("/")
-    if provider not in providers:
-        print(f"unknown provider {provider}", file=sys.stderr)
-        return 1
-    agent = ScriptedAgent(
-        model=model,
-        base_url=providers[provider]["baseUrl"].rstrip("/"),
-        api_key=providers[provider]["apiKey"],
-        system="\n\n".join(options.append_system_prompt),
-    )
-    return agent.run(sys.stdin.read())
+    models = Path(os.environ["PI_CODING_AGENT_DIR"], "models.json")
+    name, _, model = options.model.partition("/")
+    provider = json.loads(models.read_text())["providers"][name]
+    system = [_text_or_file(value) for value in options.append_system_prompt]
+    messages = [
+        {"role": "system", "content": "\n\n".join(system)},
+        {"role": "user", "content": sys.stdin.read()},
+    ]
+    url = provider["baseUrl"].rstrip("/")
+    return ScriptedAgent(model, url, provider["apiKey"], messages).run()
+
+
+def _text_or_file(value: str) -> str:
+    """What pi makes of a prompt flag: the file of that name, else the text itself."""
+    with contextlib.suppress(OSError, ValueError):
+        return Path(value).read_text()
+    return value
 
 
 # ---------------------------------------------------------------------------
@@ -2947,14 +2965,9 @@ def _server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _agent_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of pi that the runner uses; those without effect here are read too."""
+    """The two flags of pi that matter here; the others are taken and without effect."""
     parser.add_argument("--model", required=True)
     parser.add_argument("--append-system-prompt", action="append", default=[])
-    for ignored in ("--mode", "--skill", "-e", "--exclude-tools", "--thinking"):
-        parser.add_argument(ignored, action="append")
-    for ignored in ("-p", "--no-approve", "--no-extensions", "--no-skills"):
-        parser.add_argument(ignored, action="store_true")
-    parser.add_argument("--no-session", action="store_true")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -2968,12 +2981,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = commands.add_parser("model", help="serve the fake model provider")
     _server_arguments(model)
     model.set_defaults(run=model_main)
-    agent = commands.add_parser("agent", help="stand in for pi (pi's flags)")
+    # No abbreviations: `--mode` would be taken for the start of `--model`.
+    agent = commands.add_parser(
+        "agent", help="stand in for pi (pi's flags)", allow_abbrev=False
+    )
     _agent_arguments(agent)
     agent.set_defaults(run=agent_main)
     hook = commands.add_parser("hook", help="git's proc-receive hook")
     hook.set_defaults(run=lambda options: push_hook())
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    # pi keeps flags that it does not know for its extensions; a server does not.
+    if unknown and options.run is not agent_main:
+        parser.error(f"unknown: {' '.join(unknown)}")
     return int(options.run(options))
 
 

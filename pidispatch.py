@@ -1424,7 +1424,9 @@ _FOREIGN = {
 
 # -- the file: positions, duplicates, what JSON does not allow ----------------
 
-_JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL)
+_JSON_TOKEN = re.compile(
+    r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL
+)
 _DEPTH_MAX = 64
 
 

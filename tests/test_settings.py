@@ -89,9 +89,15 @@ def test_a_providers_file_adds_and_overrides(tmp_path: Path) -> None:
     ("row", "word"),
     [
         ({"style": "openai-completions", "keyVariable": "K"}, "baseUrl"),
-        ({"baseUrl": "ftp://x", "style": "openai-completions", "keyVariable": "K"}, "http"),
+        (
+            {"baseUrl": "ftp://x", "style": "openai-completions", "keyVariable": "K"},
+            "http",
+        ),
         ({"baseUrl": "http://x", "style": "soap", "keyVariable": "K"}, "style"),
-        ({"baseUrl": "http://x", "style": "soap", "keyVariable": "K", "z": 1}, "allowed"),
+        (
+            {"baseUrl": "http://x", "style": "soap", "keyVariable": "K", "z": 1},
+            "allowed",
+        ),
         ("text", "allowed"),
     ],
 )

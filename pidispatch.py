@@ -2995,6 +2995,7 @@ class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
     text: str = ""
     marker: str = ""
+    commits: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -3092,6 +3093,11 @@ CREATE TABLE runs (
     record TEXT NOT NULL, request TEXT
 ) STRICT;
 CREATE INDEX runs_ended ON runs (ended_at);
+CREATE TABLE pushes (
+    kind TEXT NOT NULL, target TEXT NOT NULL, replica INTEGER, tip TEXT NOT NULL,
+    at REAL NOT NULL
+) STRICT;
+CREATE INDEX pushes_target ON pushes (kind, target);
 CREATE TABLE label_memory (
     kind TEXT NOT NULL, target TEXT NOT NULL, labels TEXT NOT NULL,
     seen_at REAL NOT NULL, PRIMARY KEY (kind, target)
@@ -3553,6 +3559,21 @@ class Store(Reader):
         sql = """UPDATE jobs SET not_before = ?, publish_tries = publish_tries + 1
                  WHERE id = ? AND state = 'publishing'"""
         self._write(lambda db: db.execute(sql, (until, job)))
+
+    def pushed(self, job: Job, tip: str) -> None:
+        """Remember that we put this commit on the job's branch."""
+        sql = (
+            "INSERT INTO pushes (kind, target, replica, tip, at) VALUES (?, ?, ?, ?, ?)"
+        )
+        values = (job.kind, job.title, job.replica, tip, self.clock())
+        self._write(lambda db: db.execute(sql, values))
+
+    def own_tips(self, job: Job) -> frozenset[str]:
+        """The commits we ever pushed to the job's branch; others are not ours."""
+        sql = """SELECT tip FROM pushes WHERE kind = ? AND target = ?
+                 AND replica IS ?"""
+        rows = self._rows(sql, job.kind, job.title, job.replica)
+        return frozenset(row[0] for row in rows)
 
     def published(
         self, job: str, request: Request | None, reason: str | None = None
@@ -5128,15 +5149,14 @@ class Dispatcher:
     def _prepare(
         self, attempt: Attempt, base: str | None, request: str | None
     ) -> Prepared:
-        job, forge = attempt.job, self.forge(attempt.job)
-        assert attempt.credential
+        job = attempt.job
         return self.mirrors.prepare(
+            self.forge(job),
             job,
-            url=forge.clone_url(job.repo),
-            credential=attempt.credential,
-            base=base,
-            request_sha=request,
-            depth=attempt.settings.clone_depth,
+            self.kept_dir(job),
+            base,
+            request,
+            attempt.settings.clone_depth,
         )
 
     def find_skill(self, attempt: Attempt) -> None:
@@ -5253,7 +5273,8 @@ class Dispatcher:
         assert verdict.outcome != "retry"
         record = self.record(attempt, verdict.outcome, verdict.reason, ended)
         if verdict.outcome == "completed":
-            notice = Notice("result")
+            commits = ended.result.commits if ended and ended.result else 0
+            notice = Notice("result", commits=commits)
         else:
             notice = _outcome_notice(attempt.job, record)
         self.store.finish(attempt.claimed, record, notice)
@@ -5375,20 +5396,20 @@ class Dispatcher:
         assert workspace
         kept = self.kept_dir(job)
         bundle = kept / "branch.bundle"
-        published = publish_job(
-            forge,
-            self.mirrors,
-            job,
-            Work(
-                bundle=bundle if bundle.is_file() else None,
-                review_request=_kept_text(kept, "review-request.md"),
-                comment=_kept_text(kept, "comment.md"),
-                base=workspace.base,
-                lease=workspace.lease,
-                default_branch=workspace.default_branch,
-            ),
+        work = Work(
+            bundle=bundle if bundle.is_file() else None,
+            review_request=_kept_text(kept, "review-request.md"),
+            comment=_kept_text(kept, "comment.md"),
+            base=workspace.base,
+            lease=workspace.lease,
+            default_branch=workspace.default_branch,
+            commits=notice.commits,
+            ours=self.store.own_tips(job),
         )
-        return published.request, published.reason
+        published = publish_job(forge, self.mirrors, job, work)
+        if published.tip:
+            self.store.pushed(job, published.tip)
+        return published.request, None
 
     def publish_due(self) -> None:
         for job, _, _, _ in self.store.due_notices():
@@ -5443,21 +5464,29 @@ def _undeclared(image: Image, token: str) -> tuple[str, str]:
     )
 
 
+def comment_marker(name: str, kind: str) -> str:
+    """The hidden last line of a comment, by which it is found and never repeated."""
+    return f"<!-- pidispatch:{name}:{kind} -->"
+
+
 def _refusal_notice(job: Job, refusal: Refused) -> Notice:
     """One comment for a set, whichever of its replicas was refused first."""
+    marker = comment_marker(job.set, refusal.reason)
     text = render(
-        "comment-refused.md.j2",
+        "comment-not-started.md.j2",
         job=job,
         reason=refusal.reason,
         message=refusal.message,
         fix=refusal.fix,
+        marker=marker,
     )
-    return Notice("refused", text, f"{job.set}:{refusal.reason}")
+    return Notice("refused", text, marker)
 
 
 def _outcome_notice(job: Job, record: Record) -> Notice:
-    text = render("comment-ended.md.j2", job=job, record=record)
-    return Notice("ended", text, f"{job.id}:ended")
+    marker = comment_marker(job.id, "ended")
+    text = render("comment-ended.md.j2", job=job, record=record, marker=marker)
+    return Notice("ended", text, marker)
 
 
 def keep_texts(folder: Path, ended: BoxExit) -> None:

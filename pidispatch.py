@@ -3647,7 +3647,7 @@ class Store(Reader):
     def sweep(self) -> None:
         """Forget what is older than the retention, counted from a job's end."""
         before = self.clock() - RETENTION_SECONDS
-        self._write(lambda db: _sweep(db, before))
+        self._write(lambda db: _forget(db, before))
 
 
 def _in_savepoint(
@@ -3907,7 +3907,7 @@ def _set_flag(db: sqlite3.Connection, name: str, value: str | None, at: float) -
         db.execute("INSERT OR REPLACE INTO flags VALUES (?, ?, ?)", (name, value, at))
 
 
-def _sweep(db: sqlite3.Connection, before: float) -> None:
+def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
@@ -4354,21 +4354,26 @@ class DockerEngine:
             with contextlib.suppress(docker.errors.NotFound):
                 self.api.remove_volume(volume["Name"], force=True)
 
-    def ensure_outer(self) -> None:
-        """The gates' way out; icc off, else gates could reach one another."""
-        import docker
+    def outer_network(self) -> str:
+        """The id of the gates' way out; icc off, else gates could reach another.
 
-        if self.api.networks(names=[OUTER_NETWORK]):
-            return
-        with contextlib.suppress(docker.errors.APIError):  # 409: another was faster
-            self.api.create_network(
-                OUTER_NETWORK,
-                driver="bridge",
-                check_duplicate=True,
-                options={"com.docker.network.bridge.enable_icc": "false"},
-                labels={LABEL + "role": "outer"},
-                ipam=_ipam(self._subnet()),
-            )
+        By id: an engine lets two processes create one name at the same moment.
+        """
+        with _OUTER_LOCK:
+            found = self.api.networks(names=[OUTER_NETWORK])
+            exact = [row["Id"] for row in found if row["Name"] == OUTER_NETWORK]
+            return min(exact) if exact else self._create_outer()
+
+    def _create_outer(self) -> str:
+        made = self.api.create_network(
+            OUTER_NETWORK,
+            driver="bridge",
+            check_duplicate=True,
+            options={"com.docker.network.bridge.enable_icc": "false"},
+            labels={LABEL + "role": "outer"},
+            ipam=_ipam(self._subnet()),
+        )
+        return str(made["Id"])
 
     def log_lines(self, container: str, *, follow: bool) -> Iterator[str]:
         """The stdout of a running box, line by line."""
@@ -4428,6 +4433,10 @@ class DockerEngine:
         raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
 
 
+#: One creation at a time in this process.
+_OUTER_LOCK = threading.Lock()
+
+
 def _ipam(subnet: IPv4Network) -> Any:
     from docker.types import IPAMConfig, IPAMPool
 
@@ -4469,7 +4478,7 @@ class DockerBox:
         box = cls(engine, spec.job, spec.attempt)
         box.spec = spec
         engine.remove_job(spec.job)  # what an earlier attempt left
-        engine.ensure_outer()
+        box.outer = engine.outer_network()
         labels = engine.labels(spec.job, spec.attempt, "network")
         box.subnet = engine.create_job_network(network_name(spec.job), labels)
         box._gate_thread = threading.Thread(target=box._open_gate, daemon=True)
@@ -4477,6 +4486,7 @@ class DockerBox:
         return box
 
     subnet: IPv4Network
+    outer: str
 
     @property
     def gate_address(self) -> str:
@@ -4527,7 +4537,7 @@ class DockerBox:
         assert self.spec
         hosts = {"host.docker.internal": "host-gateway"} if self.spec.loopback else None
         return self.engine.api.create_host_config(
-            network_mode=OUTER_NETWORK,
+            network_mode=self.outer,
             sysctls={"net.ipv4.ip_forward": "0"},
             extra_hosts=hosts,
             pids_limit=64,

@@ -3286,10 +3286,13 @@ def _demo_settings(module: Any, root: Path, forge: FakeGitHub) -> Any:
     ]
     path = root / "triggers.json"
     path.write_text(json.dumps({"triggers": rules}))
+    image = os.environ.get("PI_JOB_IMAGE", "pi-job:latest")
     return module.Settings(
         db=root / "pidispatch.db",
         state_dir=root / "state",
         triggers_file=path,
+        job_image=image,
+        gate_image=image,
         bind="127.0.0.1",
         port=0,
         webhook_secret=(_DEMO_SECRET,),
@@ -3315,6 +3318,7 @@ def _demo_engine(
 ) -> tuple[Any, Any]:
     """A Docker engine with the job image and a model container, else processes."""
     scripts = [_solve(1), _solve(2)]
+    # an instance of its own, which the service's sweep at its start does not touch
     engine = module.DockerEngine(settings, "demo-" + secrets.token_hex(4))
     try:
         image = engine.image(settings.job_image)
@@ -3329,7 +3333,7 @@ def _demo_engine(
     _start_model_container(engine, image, name, scripts)
     url = f"http://{name}:{_MODEL_PORT}"
     settings = _with_model(module, settings, url, gate_network=name)
-    return module.DockerEngine(settings, engine.instance), settings
+    return module.DockerEngine(settings, engine.instance + "-jobs"), settings
 
 
 def _start_model_container(

@@ -1060,6 +1060,7 @@ def _html_prose(text: str) -> Iterator[str]:
     parts: list[str] = []
     for tag in _TAG.finditer(text + "<br>"):
         shown = _without_format(unescape(text[last : tag.start()]))
+        shown = re.sub(r"[\r\n]", " ", shown)
         parts.append(_GAP if depth and shown else shown)
         parts.append("\n" if _BREAKS.fullmatch(tag[2] or "") else "")
         depth, last = _set_apart(depth, tag), tag.end()

@@ -2273,7 +2273,7 @@ PAGE_SIZE = 100
 _Odd = str | int | float | bool | list[Any] | None
 
 
-def _object(kind: type[T], value: object) -> T:
+def _shaped(kind: type[T], value: object) -> T:
     """`value` if it has the promised shape, else an object with every field unset."""
     return value if isinstance(value, kind) else kind()
 
@@ -2361,10 +2361,9 @@ def _bearer(
     return sign
 
 
-class ApiForge:
+class ApiForge(Forge):
     """What forges share: one session, and answers sorted into kinds of error."""
 
-    kind: ForgeKind
     #: The field of Settings that holds the webhook's secrets.
     secret_field: ClassVar[str]
     event_header: ClassVar[str]
@@ -2389,6 +2388,10 @@ class ApiForge:
         """The JSON of a delivery, taken out of its form if it came in one."""
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         return _form_payload(body) if media == FORM_TYPE else body
+
+    def event_of(self, body: bytes) -> str | None:
+        """The event of a stored body without headers, if its fields tell."""
+        raise NotImplementedError
 
     def own_id(self) -> str | None:
         if self._own is None:
@@ -2556,13 +2559,13 @@ _READ = {"metadata": "read"}
 
 
 def _actor(user: object) -> Actor | None:
-    found = _object(_GitHubUser, user)
+    found = _shaped(_GitHubUser, user)
     number = _id(found.id)
     return Actor(number, _str(found.login)) if number else None
 
 
 def _label_names(*labels: object) -> tuple[str, ...]:
-    names = (_str(_object(_GitHubLabel, label).name) for label in labels)
+    names = (_str(_shaped(_GitHubLabel, label).name) for label in labels)
     return tuple(dict.fromkeys(name for name in names if name))
 
 
@@ -2625,12 +2628,22 @@ class GitHub(ApiForge):
         event = self._event(name, delivery, sent)
         return msgspec.structs.replace(event, fault=self._fault(event))
 
+    def event_of(self, body: bytes) -> str | None:
+        sent = _decode(_GitHubDelivery, body)
+        names = {
+            "pull_request_review": sent.review,
+            "issue_comment": sent.comment and sent.issue,
+            "pull_request": sent.pull_request and not sent.comment,
+            "issues": sent.issue,
+        }
+        return next((name for name, there in names.items() if there), None)
+
     def _event(self, name: str, delivery: str, sent: _GitHubDelivery) -> Event:
-        item = _object(_GitHubItem, sent.issue or sent.pull_request)
-        comment = _object(_GitHubItem, sent.comment)
-        review = _object(_GitHubItem, sent.review)
-        said = _object(_GitHubItem, sent.comment or sent.review or item)
-        repository = _object(_GitHubRepository, sent.repository)
+        item = _shaped(_GitHubItem, sent.issue or sent.pull_request)
+        comment = _shaped(_GitHubItem, sent.comment)
+        review = _shaped(_GitHubItem, sent.review)
+        said = _shaped(_GitHubItem, sent.comment or sent.review or item)
+        repository = _shaped(_GitHubRepository, sent.repository)
         target = self._target(sent, item)
         action = _str(sent.action) or None
         kind = self.served.get(name, {}).get(action or "")
@@ -2640,7 +2653,7 @@ class GitHub(ApiForge):
             kind = None
         added = _label_names(sent.label) if action == "labeled" else ()
         present = item.labels if isinstance(item.labels, list) else []
-        sha = _str(_object(_GitHubHead, item.head).sha)
+        sha = _str(_shaped(_GitHubHead, item.head).sha)
         return Event(
             forge="github",
             delivery=delivery,
@@ -2899,7 +2912,7 @@ def _same_repo(found: _GitHubRepository | None, repo: str) -> bool:
     return found is not None and _str(found.full_name).lower() == repo.lower()
 
 
-_FORGE_CLASSES: dict[str, type[GitHub]] = {"github": GitHub}
+_FORGE_CLASSES: dict[str, type[ApiForge]] = {"github": GitHub}
 
 
 def forges_of(
@@ -2914,6 +2927,39 @@ def forges_of(
         for kind, forge in _FORGE_CLASSES.items()
         if forge.secrets(settings)
     }
+
+
+def trial_forge(kind: str, secret: str | None) -> ApiForge:
+    """A forge that judges stored deliveries; it has no token and asks no API."""
+    import requests
+
+    made = _FORGE_CLASSES.get(kind)
+    if made is None:
+        known = ", ".join(_FORGE_CLASSES)
+        raise ConfigError(f"no forge {json.dumps(kind)}", f"name one of: {known}")
+    given = {made.secret_field: (secret,) if secret else ()}
+    return made(dataclasses.replace(Settings(), **cast(Any, given)), requests.Session())
+
+
+def trial_headers(
+    forge: ApiForge, path: Path, headers: Sequence[str], event: str | None
+) -> dict[str, str]:
+    """`Name: value` lines as headers, with the event and the delivery filled in.
+
+    The event is, in this order, its header, `event`, what the body tells, the
+    first part of the file's name. Raises ConfigError, OSError or Malformed.
+    """
+    given: dict[str, str] = {}
+    for line in headers:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise ConfigError(f"{json.dumps(line)} is no header", "write 'Name: value'")
+        given[name.strip().lower()] = value.strip()
+    if forge.event_header not in given:
+        told = event or forge.event_of(forge.json_of(given, path.read_bytes()))
+        given[forge.event_header] = told or path.name.partition(".")[0]
+    given.setdefault(forge.delivery_header, "dry-run")
+    return given
 
 
 # =============================================================================
@@ -7012,7 +7058,7 @@ class Route(NamedTuple):
 _METHODS = frozenset(
     b"GET HEAD POST PUT PATCH DELETE OPTIONS TRACE CONNECT".split(b" ")
 )
-_HEADER_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_FIELD_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~]+) HTTP/([0-9])\.([0-9])")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 #: Headers that decide something, and so may stand only once.
@@ -7222,7 +7268,7 @@ class _Connection:
 
     def _known_method(self, line: bytes) -> str:
         method = line.partition(b" ")[0]
-        if not _HEADER_TOKEN.fullmatch(method):
+        if not _FIELD_NAME.fullmatch(method):
             raise _Stop(400)
         if method not in _METHODS:
             raise _Stop(501)
@@ -7255,7 +7301,7 @@ class _Connection:
                 return headers
             room -= len(line) + 2
             name, colon, value = line.partition(b":")
-            if not colon or not _HEADER_TOKEN.fullmatch(name) or _CONTROL.search(value):
+            if not colon or not _FIELD_NAME.fullmatch(name) or _CONTROL.search(value):
                 raise _Stop(400)
             key, text = name.decode().lower(), value.strip(b" \t").decode("latin-1")
             if key in headers and _ONCE.search(key):

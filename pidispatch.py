@@ -45,10 +45,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import (
     IO,
-    BinaryIO,
     TYPE_CHECKING,
     Annotated,
     Any,
+    BinaryIO,
     ClassVar,
     Literal,
     NamedTuple,
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     import socket
     import sqlite3
     import subprocess
-    from http.server import BaseHTTPRequestHandler
     from ipaddress import IPv4Network
 
     import docker
@@ -3974,7 +3973,94 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
 # The Jinja environment and everything written for a reader: the agent's prompt,
 # HARD_RULES, comments. Text from a forge is always a variable, never a template.
 # Knows the typed values above and nothing of how they travel.
-# ======================================================================
+# =============================================================================
+
+
+def fence(text: str) -> str:
+    """Text inside a backtick fence that the text itself cannot close."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    ticks = "`" * max(3, longest + 1)
+    return f"{ticks}text\n{text}\n{ticks}"
+
+
+@functools.cache
+def _environment() -> Any:
+    from jinja2 import FileSystemLoader, StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    environment = SandboxedEnvironment(
+        loader=FileSystemLoader(str(resource("templates"))),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # Markdown for an agent and for comments, not HTML
+    )
+    environment.filters["fence"] = fence
+    return environment
+
+
+def render(name: str, **values: Any) -> str:
+    """One template of templates/ with its values; an unknown name is an error."""
+    text: str = _environment().get_template(name).render(values)
+    return text
+
+
+def hard_rules() -> str:
+    """HARD_RULES.md: byte-identical for every job of a build."""
+    return render("HARD_RULES.md.j2", sentinel=HARD_RULES_SENTINEL)
+
+
+def prompt_text(job: Job, publish: str) -> str:
+    """The user turn of a job; forge text stands only in the data region below."""
+    return render(
+        "prompt.md.j2",
+        job=job,
+        forge=FORGES[job.kind],
+        publish=publish,
+        branch=job.branch,
+        marker=title_marker(job.replica, job.replicas),
+        sibling_branches=sibling_branches(job),
+    )
+
+
+def sibling_branches(job: Job) -> tuple[str, ...]:
+    """The branches of the other replicas; empty for a plain job or a request."""
+    if job.target.type != "issue":
+        return ()
+    indices = siblings(job.replica, job.replicas)
+    return tuple(branch_name(job.target.number, i) for i in indices)
+
+
+def event_json(job: Job) -> bytes:
+    """What the agent may read about the event; no replica fact, image or secret."""
+    event: dict[str, Any] = {
+        "event": job.trigger.event,
+        "action": job.trigger.action,
+        "delivery": job.trigger.delivery,
+        "repository": job.repo,
+        "item": msgspec.to_builtins(job.target),
+        "sender": {"id": job.trigger.sender},
+        "rule": {"index": job.trigger.index, "type": job.trigger.type},
+    }
+    if job.comment is not None:
+        event["comment"] = {"body": job.comment}
+    if job.review is not None:
+        event["review"] = {"body": job.review}
+    return json.dumps(event, ensure_ascii=False, indent=2).encode() + b"\n"
+
+
+def shipped_skill(flow: str) -> dict[str, bytes] | None:
+    """Our own flow of that name, for repositories that have none."""
+    folder = resource("templates", "flows", flow)
+    if flow not in SHIPPED_FLOWS or not folder.is_dir():
+        return None
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
 
 # =============================================================================
 # box
@@ -7719,33 +7805,6 @@ def try_delivery(
     except (OSError, Unauthorized, Malformed) as error:
         raise ConfigError(f"{path}: {error}", "give a delivery's raw body") from error
     return _judge(rules, forge, parsed)
-
-
-def trial_forge(kind: str, secret: str | None) -> ApiForge:
-    """A forge that only reads: no session and no credential of the operator."""
-    forge = _FORGE_CLASSES.get(kind)
-    if forge is None:
-        raise ConfigError(f"this version does not read deliveries of {kind} yet")
-    settings = Settings(**{forge.secret_field: (secret,) if secret else ()})
-    return forge(settings, cast(Any, None))
-
-
-def trial_headers(
-    forge: ApiForge, path: Path, given: Sequence[str], event: str | None
-) -> dict[str, str]:
-    """The delivery's headers, lower case; what is missing is taken from the file.
-
-    The event: a header, else `event`, else the file's name up to its first dot.
-    """
-    headers: dict[str, str] = {}
-    for text in given:
-        name, colon, value = text.partition(":")
-        if not colon or not name.strip():
-            raise ConfigError(f"--header {text!r} is not 'Name: value'")
-        headers[name.strip().lower()] = value.strip()
-    headers.setdefault(forge.event_header, event or path.name.split(".")[0])
-    headers.setdefault(forge.delivery_header, "dry-run")
-    return headers
 
 
 def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:

@@ -46,7 +46,6 @@ from dataclasses import asdict, dataclass, field, replace
 from http.client import responses
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------
 
 Json = dict[str, Any]
+_CONTROL = "/control/"
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,11 @@ class _Connection(BaseHTTPRequestHandler):
             super().handle_one_request()
         except OSError:
             self.close_connection = True
+
+    def handle_expect_100(self) -> bool:
+        going_on = super().handle_expect_100()
+        self.wfile.flush()
+        return going_on
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: the fakes keep their own log."""
@@ -294,12 +299,7 @@ class FakeServer:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def fail_next(
@@ -336,9 +336,15 @@ class FakeServer:
         """What the fake itself says; each fake brings its own."""
         raise NotImplementedError
 
+    def control(self, what: str, value: Any) -> object:
+        """Do ``what`` a test asks for at /control/: its JSON in, the answer's out.
+
+        LookupError, TypeError and ValueError become a 400."""
+        raise NotImplementedError
+
     def error_reply(self, request: Request, status: int, message: str) -> Reply:
         """An error in the shape the imitated service gives it."""
-        return json_reply(status, {"message": message})
+        raise NotImplementedError
 
     def note(self, request: Request, reply: Reply) -> None:
         """Called once for each request, after its reply is known."""
@@ -346,10 +352,24 @@ class FakeServer:
     def _respond(self, request: Request) -> Reply:
         if request.path == "/healthz":
             return Reply(200, b"ok\n", {"Content-Type": "text/plain"})
+        if request.path.startswith(_CONTROL):
+            return self._control(request)
         fault = self._take_fault(request)
         reply = self._spoil(request, fault) if fault else self.answer(request)
         self.note(request, reply)
         return reply
+
+    def _control(self, request: Request) -> Reply:
+        what = f"{request.method} {request.path.removeprefix(_CONTROL)}"
+        try:
+            value = json.loads(request.body or b"null")
+            with self.lock:
+                if what == "POST faults":
+                    self.fail_next(**value)
+                    return json_reply(200, None)
+                return json_reply(200, self.control(what, value))
+        except (LookupError, TypeError, ValueError) as error:
+            return json_reply(400, {"message": repr(error)})
 
     def _take_fault(self, request: Request) -> Fault | None:
         with self.lock:
@@ -944,6 +964,8 @@ class Repo:
             pull.head_sha = self.git.commit(ref, files or {}, message, parent, when)
         elif files is not None:
             self.commit(pull.head, files, f"Work for {pull.title}")
+        elif self.branch(pull.head) is None:
+            raise ValueError(f"{self.full_name} has no branch {pull.head}")
 
     def sync_pulls(self) -> None:
         """Bring refs/pull/N/head of open requests to where their branches are."""
@@ -1534,11 +1556,16 @@ def route(
     return register
 
 
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else default
+
+
 def paginated(call: Call, rows: Sequence[Json]) -> Reply:
     """One page of a list with GitHub's Link header (30 a page, at most 100)."""
     query = call.request.query
-    size = max(1, min(100, int(query.get("per_page") or 30)))
-    page = max(1, int(query.get("page") or 1))
+    size = max(1, min(100, _number(query, "per_page", 30)))
+    page = max(1, _number(query, "page", 1))
     last = max(1, math.ceil(len(rows) / size))
     targets = {"prev": page - 1, "next": page + 1, "last": last, "first": 1}
     if page == 1:
@@ -1978,14 +2005,9 @@ class FakeGitHub(FakeServer):
         ]
 
     def answer(self, request: Request) -> Reply:
-        """Route to git, the control paths or the API."""
-        if request.path.startswith("/control/"):
-            return self._control(request)
+        """Route to git or the API."""
         git = _GIT_PATH.fullmatch(request.path)
-        try:
-            return self._git(request, git) if git else self._api(request)
-        except Refused as refusal:
-            return refusal.reply()
+        return self._git(request, git) if git else self._api(request)
 
     def error_reply(self, request: Request, status: int, message: str) -> Reply:
         """An ordered fault in GitHub's shape."""
@@ -1996,8 +2018,7 @@ class FakeGitHub(FakeServer):
         token = self.data.tokens.get(_credential(request))
         name = (token.name or token.login) if token else None
         row = Logged(self.clock(), request.method, request.path, reply.status, name)
-        if not request.path.startswith("/control/"):
-            self.log.append(row)
+        self.log.append(row)
 
     def _git(self, request: Request, match: re.Match[str]) -> Reply:
         token = self.data.token(_credential(request))
@@ -2028,34 +2049,38 @@ class FakeGitHub(FakeServer):
         return reply
 
     def _api(self, request: Request) -> Reply:
-        path = request.path
-        prefix = "/api/v3" if path.startswith("/api/v3/") else ""
-        host = request.headers.get("host", f"{self.host}:{self.port}")
-        found, args = _find_route(request.method, path.removeprefix(prefix))
-        if found.needs == "app":
-            self._check_app(request)
-            token = None
-        else:
-            token = self._authenticate(request)
-        call = Call(self.data, request, f"http://{host}{prefix}", token, args)
+        token = self.data.token(_credential(request))
         with self.lock:
-            if token and "owner" in args:
-                _check_permission(call, token, found.needs)
-            reply = _with_etag(request, found.function(call))
+            try:
+                reply = _with_etag(request, self._called(request, token))
+            except Refused as refusal:
+                reply = refusal.reply()
             return self._count(token, reply)
 
-    def _authenticate(self, request: Request) -> Token:
-        credential = _credential(request)
-        if not credential:
-            raise Refused(401, "Must authenticate to access this API.")
-        token = self.data.token(credential)
-        if token is None:
-            raise Refused(401, "Bad credentials")
-        used = self.data.rate_used.get(token.value, 0)
-        if used >= self.data.rate_limit and request.path != "/rate_limit":
-            number = self.data.accounts.user(token.login).id
+    def _called(self, request: Request, token: Token | None) -> Reply:
+        prefix = "/api/v3" if request.path.startswith("/api/v3/") else ""
+        row, args = _find_route(request.method, request.path.removeprefix(prefix))
+        host = request.headers.get("host", f"{self.host}:{self.port}")
+        call = Call(self.data, request, f"http://{host}{prefix}", token, args)
+        if row.needs == "app":
+            self._check_app(request)
+        else:
+            self._admit(call, row.needs)
+        return row.function(call)
+
+    def _admit(self, call: Call, needs: str) -> None:
+        """Raise 401 without a valid token, 403 when its hour is used up, and what
+        `_check_permission` says."""
+        if call.token is None:
+            given = _credential(call.request)
+            anonymous = "Must authenticate to access this API."
+            raise Refused(401, "Bad credentials" if given else anonymous)
+        used = self.data.rate_used.get(call.token.value, 0)
+        if used >= self.data.rate_limit and call.request.path != "/rate_limit":
+            number = self.data.accounts.user(call.token.login).id
             raise Refused(403, f"API rate limit exceeded for user ID {number}.")
-        return token
+        if "owner" in call.args:
+            _check_permission(call, call.token, needs)
 
     def _check_app(self, request: Request) -> None:
         if self.data.app is None:
@@ -2068,9 +2093,10 @@ class FakeGitHub(FakeServer):
         free = reply.status == 304
         used = self.data.rate_used.get(key, 0) + (0 if free else 1)
         self.data.rate_used[key] = used
+        used = min(used, self.data.rate_limit)
         reply.headers |= {
             "X-RateLimit-Limit": str(self.data.rate_limit),
-            "X-RateLimit-Remaining": str(max(0, self.data.rate_limit - used)),
+            "X-RateLimit-Remaining": str(self.data.rate_limit - used),
             "X-RateLimit-Used": str(used),
             "X-RateLimit-Reset": str(_rate_reset(self.data)),
             "X-RateLimit-Resource": "core",
@@ -2080,27 +2106,19 @@ class FakeGitHub(FakeServer):
             reply.headers["X-OAuth-Scopes"] = "repo, workflow"
         return reply
 
-    def _control(self, request: Request) -> Reply:
-        """What a forge in a container is steered by and looked into."""
-        what = request.path.removeprefix("/control/")
-        if request.method == "GET" and what == "log":
-            return json_reply(200, [row._asdict() for row in self.log])
-        if request.method == "GET" and what == "state":
-            return json_reply(200, {n: _state(r) for n, r in self.repos.items()})
-        if request.method != "POST" or what not in ("repos", "payload", "faults"):
-            return json_reply(404, {"message": "Not Found"})
-        shape = request.json()
-        with self.lock:
-            if what == "repos":
-                issues = {int(n): i for n, i in shape.pop("issues", {}).items()}
-                repo = self.create_repo(**shape, issues=issues)
-                return json_reply(201, repo_json(self.url, repo))
-            if what == "payload":
-                builder = PAYLOADS[shape.pop("event")]
-                repo = self.repos[shape.pop("repo")]
-                return json_reply(200, builder(repo, **shape))
-        self.fail_next(**shape)
-        return Reply(204)
+    def control(self, what: str, value: Any) -> object:
+        """How a forge in a container is steered and looked into."""
+        if what == "GET log":
+            return [row._asdict() for row in self.log]
+        if what == "GET state":
+            return {name: _state(repo) for name, repo in self.repos.items()}
+        if what == "POST repos":
+            issues = {int(n): i for n, i in value.pop("issues", {}).items()}
+            return repo_json(self.url, self.create_repo(**value, issues=issues))
+        if what == "POST payload":
+            builder, repo = PAYLOADS[value.pop("event")], self.repos[value.pop("repo")]
+            return builder(repo, **value)
+        raise LookupError(what)
 
 
 def _state(repo: Repo) -> Json:
@@ -2162,7 +2180,7 @@ def _with_etag(request: Request, reply: Reply) -> Reply:
 # answers since that message points to. Nothing is remembered between requests.
 # ---------------------------------------------------------------------------
 
-_INLINE = "@@"
+_INLINE = "@@["
 
 
 @dataclass(frozen=True)
@@ -2259,14 +2277,16 @@ def parse_scripts(values: Iterable[object]) -> tuple[Script, ...]:
 
 
 def inline_steps(text: str) -> tuple[Step, ...] | None:
-    """The script written into a text as ``@@[…]``: the first one that is JSON."""
-    for found in re.finditer(re.escape(_INLINE) + r"(?=\[)", text):
-        try:
-            value, _ = json.JSONDecoder().raw_decode(text, found.end())
-        except ValueError:
-            continue
-        return tuple(parse_step(step) for step in value)
-    return None
+    """The script written into a text as ``@@[…]``: the last one that is JSON.
+
+    A script inside another one's strings, for a fork to come, is not looked at."""
+    steps, at = None, text.find(_INLINE)
+    while at >= 0:
+        end = at + len(_INLINE)
+        with contextlib.suppress(ValueError):
+            steps, end = json.JSONDecoder().raw_decode(text, end - 1)
+        at = text.find(_INLINE, end)
+    return None if steps is None else tuple(map(parse_step, steps))
 
 
 def decide(conversation: Conversation, scripts: Sequence[Script]) -> Step:
@@ -2655,9 +2675,7 @@ class FakeModel(FakeServer):
         self.scripts = parse_scripts(scripts)
 
     def answer(self, request: Request) -> Reply:
-        """Route to completions, the model list or the control paths."""
-        if request.path.startswith("/control/"):
-            return self._control(request)
+        """Route to completions or the model list."""
         if request.method == "GET" and request.path == "/v1/models":
             return self._list_models(request)
         for style in STYLES:
@@ -2759,16 +2777,14 @@ class FakeModel(FakeServer):
         while not (self.stopping.wait(0.02) or row.gone):
             row.gone = request.client_left()
 
-    def _control(self, request: Request) -> Reply:
-        if request.path == "/control/log":
-            return json_reply(200, [asdict(row) for row in self.log])
-        if request.path == "/control/scripts" and request.method == "POST":
-            try:
-                self.set_scripts(json.loads(request.body))
-            except (ValueError, TypeError, KeyError) as error:
-                return json_reply(400, {"message": str(error)})
-            return Reply(204)
-        return json_reply(404, {"message": "Not Found"})
+    def control(self, what: str, value: Any) -> object:
+        """How a model in a container is steered and looked into."""
+        if what == "GET log":
+            return [asdict(row) for row in self.log]
+        if what != "POST scripts":
+            raise LookupError(what)
+        self.set_scripts(value)
+        return None
 
 
 def _style_of(request: Request) -> Style:
@@ -3043,7 +3059,8 @@ _ISSUE = {
 _SOLUTIONS = {
     1: (
         "Greet the world when no name is given",
-        'def greet(name=None):\n    return "Hello, " + (name or "world").strip() + "!"\n',
+        "def greet(name=None):\n"
+        '    return "Hello, " + (name or "world").strip() + "!"\n',
     ),
     2: (
         "Handle a missing name before greeting",
@@ -3177,7 +3194,7 @@ class ProcessBox:
             (outbox / name).read_text() if (outbox / name).is_file() else None
             for name in ("review-request.md", "comment.md")
         ]
-        return module.BoxExit(
+        ended: pidispatch.BoxExit = module.BoxExit(
             code=self._runner.returncode,
             result=module.result_of((self.root / "runner.log").read_text().split("\n")),
             tokens=tokens,
@@ -3187,6 +3204,7 @@ class ProcessBox:
             review_request=texts[0],
             comment=texts[1],
         )
+        return ended
 
     def remove(self) -> None:
         """End the gate and remove the files."""
@@ -3207,7 +3225,10 @@ class ProcessEngine:
     def image(self, tag: str) -> pidispatch.Image | None:
         module = pidispatch_module()
         labels = {module.LABEL + "capabilities": "replicas,gate"}
-        return module.Image(tag, tag, labels, os.getuid(), os.getgid())
+        image: pidispatch.Image = module.Image(
+            tag, tag, labels, os.getuid(), os.getgid()
+        )
+        return image
 
     def catalogue(self, image: pidispatch.Image) -> Mapping[str, Any]:
         return {}

@@ -186,8 +186,9 @@ def check_replicas(probe: Probe) -> str:
 
 _GATE_PROBE = """
 import json, subprocess, sys, urllib.error, urllib.request
-gate = subprocess.Popen([sys.executable, "-I", "/opt/pi-dispatch/gate.py", "--host",
-    "127.0.0.1", "--port", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+gate = subprocess.Popen(
+    [sys.executable, "-I", "/opt/pi-dispatch/gate.py", "--host", "127.0.0.1"]
+    + ["--port", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 line = {"token": "t", "providers": {}, "allow": [], "models": [], "prices": {},
     "budget": None, "spent": 0}
 gate.stdin.write(json.dumps(line) + "\\n"); gate.stdin.flush()

@@ -202,6 +202,7 @@ def test_a_push_moves_the_branch_and_the_head_of_its_pull_request(
 def test_a_stale_lease_is_refused_and_the_same_push_again_is_not(
     git: Git, repo: Repo
 ) -> None:
+    """T48: the fake keeps what publishing relies on."""
     git.commit("pi/issue-7", {"a.txt": b"one"})
     absent = "--force-with-lease=pi/issue-7:"
     assert git("push", absent, "origin", "HEAD").returncode == 0
@@ -564,8 +565,9 @@ def test_a_spent_rate_limit_is_a_403_until_the_hour_ends(
     forge: FakeGitHub, repo: Repo
 ) -> None:
     forge.data.rate_limit = 2
-    statuses = [api(forge, "GET", "/user").status_code for _ in range(3)]
-    assert statuses == [200, 200, 403]
+    answers = [api(forge, "GET", "/user") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 403]
+    assert answers[2].headers["X-RateLimit-Remaining"] == "0"
     assert api(forge, "GET", "/rate_limit").json()["rate"]["remaining"] == 0
 
 
@@ -608,6 +610,7 @@ def test_a_stopped_server_answers_no_kept_connection(forge: FakeGitHub) -> None:
 def test_the_log_names_tokens_and_never_shows_one(
     git: Git, forge: FakeGitHub, repo: Repo
 ) -> None:
+    """T46."""
     api(forge, "GET", "/user", READER)
     assert [row.token for row in forge.requests("GET", "^/user$")] == ["reader"]
     clones = forge.requests("POST", "git-upload-pack$")
@@ -639,6 +642,7 @@ def test_replicas_that_open_requests_at_once_get_numbers_of_their_own(
 
 @pytest.mark.parametrize("form", [False, True])
 def test_a_delivery_is_signed_over_its_very_bytes(repo: Repo, form: bool) -> None:
+    """T04: emoji, umlauts and CRLF included."""
     repo.issues[7].body = "Grüße 🎉 <!-- $(x) -->\r\n"
     payload = demo.labeled_payload(repo, 7, "pi:urgent", "wendy")
     headers, body = demo.signed_delivery("issues", payload, "s3cret", "guid-1", form)
@@ -854,11 +858,16 @@ def test_the_step_follows_from_the_answers_since_the_last_user_text(
 
 
 @STYLES
-def test_a_script_in_the_last_user_text_wins(model: FakeModel, style: str) -> None:
+def test_the_last_script_of_the_last_user_text_wins(
+    model: FakeModel, style: str
+) -> None:
     model.set_scripts([{"match": "", "steps": [{"text": "from the list"}]}])
-    inner = json.dumps([{"text": 'from the text [x] " @@[ '}])
-    body = REQUESTS[style](f"Do @@[broken and @@{inner}\n```")
-    assert "from the text" in ask(model, style, body).text
+    fork = {"name": "fork_join", "args": {"task": '@@[{"text": "for the fork"}]'}}
+    script = json.dumps([{"text": 'from the text [x] " @@[ ', "tools": [fork]}])
+    said = f'@@[{{"text": "first"}}] Do @@[broken and @@{script}\n```'
+    answer = ask(model, style, REQUESTS[style](said))
+    assert "from the text" in answer.text
+    assert "fork_join" in answer.text
 
 
 @STYLES
@@ -947,7 +956,7 @@ def test_chunks_come_with_their_delay(model: FakeModel) -> None:
 def test_scripts_and_log_travel_over_the_control_paths(model: FakeModel) -> None:
     control = f"{model.url}/control"
     scripts = [{"match": "", "steps": [{"text": "steered"}]}]
-    assert requests.post(f"{control}/scripts", json=scripts).status_code == 204
+    assert requests.post(f"{control}/scripts", json=scripts).ok
     assert "steered" in ask(model, "openai", openai_request("x")).text
     row = requests.get(f"{control}/log").json()[0]
     assert row["style"] == "openai-completions"
@@ -1108,7 +1117,7 @@ def test_the_forge_in_a_container_takes_a_repository_and_a_push(
         "issues": {"7": {"title": "T"}},
         "protected": ["main"],
     }
-    assert requests.post(f"{url}/control/repos", json=shape).status_code == 201
+    assert requests.post(f"{url}/control/repos", json=shape).ok
     happening = {"event": "issues", "repo": "octo/hello", "number": 7}
     happening |= {"action": "labeled", "label": "pi:urgent", "sender": "octo"}
     payload = requests.post(f"{url}/control/payload", json=happening).json()

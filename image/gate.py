@@ -420,7 +420,8 @@ async def resolve(host: str, port: int) -> list[str]:
 # ---------------------------------------------------------------------------- bodies
 # What a request asks for, read without building it in memory: a box may send 64 MiB.
 
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# It matches at every quote that opens a string, closed or not: no text is read twice.
+STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 COLON = re.compile(rb"[ \t\r\n]*:")
 LONG = 256  # bytes; longer than any model id
 STREAM_OPTIONS = re.compile(
@@ -503,7 +504,7 @@ def ask_for_usage(body: bytearray, fields: dict[str, object]) -> None:
 
 REQUEST = re.compile(r"([A-Z]{1,16}) ([!-~]+) HTTP/(1\.[01])")
 ANSWER = re.compile(r"HTTP/1\.[01] (([1-5][0-9][0-9])(?: [\t -~\x80-\xff]*)?)")
-FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*?)[ \t]*")
+FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
 LENGTH = re.compile(r"[0-9]{1,15}")
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n")
 FORK_HEADER = "x-pidispatch-fork"
@@ -553,7 +554,8 @@ def parse_head(block: bytes, first: re.Pattern[str]) -> Head:
     found = [FIELD.fullmatch(line) for line in lines]
     if begun is None or None in found:
         raise Refused
-    return Head(begun.groups(), tuple((it[1].lower(), it[2]) for it in found if it))
+    pairs = ((it[1].lower(), it[2].strip(" \t")) for it in found if it)
+    return Head(begun.groups(), tuple(pairs))
 
 
 def render_head(start: str, fields: Iterable[tuple[str, str]]) -> bytes:
@@ -564,7 +566,7 @@ def render_head(start: str, fields: Iterable[tuple[str, str]]) -> bytes:
 def split_query(query: str) -> tuple[str, list[str]]:
     """A query without its `key` parameters, with its "?", and what those held."""
     parts = [part for part in query.split("&") if part]
-    keys = [part for part in parts if unquote(part).partition("=")[0] == "key"]
+    keys = {part for part in parts if unquote(part).partition("=")[0] == "key"}
     rest = "&".join(part for part in parts if part not in keys)
     return "?" * bool(rest) + rest, [unquote(key).partition("=")[2] for key in keys]
 

@@ -36,6 +36,7 @@ import logging
 import os
 import re
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -47,6 +48,7 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    BinaryIO,
     ClassVar,
     Literal,
     NamedTuple,
@@ -61,6 +63,7 @@ import msgspec
 if TYPE_CHECKING:
     import socket
     import sqlite3
+    import subprocess
     from ipaddress import IPv4Network
 
     import docker
@@ -447,7 +450,7 @@ def _zone(text: str) -> str:
 
     try:
         ZoneInfo(text)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, KeyError) as error:
         raise ValueError("must be an IANA time zone such as Europe/Berlin") from error
     return text
 
@@ -1056,6 +1059,7 @@ def _html_prose(text: str) -> Iterator[str]:
     parts: list[str] = []
     for tag in _TAG.finditer(text + "<br>"):
         shown = _without_format(unescape(text[last : tag.start()]))
+        shown = re.sub(r"[\r\n]", " ", shown)
         parts.append(_GAP if depth and shown else shown)
         parts.append("\n" if _BREAKS.fullmatch(tag[2] or "") else "")
         depth, last = _set_apart(depth, tag), tag.end()
@@ -1422,7 +1426,9 @@ _FOREIGN = {
 
 # -- the file: positions, duplicates, what JSON does not allow ----------------
 
-_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL)
+_JSON_TOKEN = re.compile(
+    r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL
+)
 _DEPTH_MAX = 64
 
 
@@ -1470,7 +1476,7 @@ def _parse(raw: bytes, faults: list[str]) -> Any:
 
 def _refuse_depth(text: str) -> None:
     depth = 0
-    for token in _TOKEN.finditer(text):
+    for token in _JSON_TOKEN.finditer(text):
         depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
         if depth > _DEPTH_MAX:
             raise json.JSONDecodeError(
@@ -1490,7 +1496,7 @@ class _Frame:
 def _scan(text: str) -> Iterator[str]:
     """What `json.loads` lets pass in a valid text, each with its position."""
     frames = [_Frame("")]
-    for token in _TOKEN.finditer(text):
+    for token in _JSON_TOKEN.finditer(text):
         word, top = token[0], frames[-1]
         if word in ("]", "}"):
             frames.pop()
@@ -1887,12 +1893,12 @@ def triggers_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "pidispatch triggers",
-        **_object(
+        **_as_object(
             {
                 "$schema": {"type": "string"},
                 "triggers": {
                     "type": "array",
-                    "items": _object(
+                    "items": _as_object(
                         {"on": _rows_schema(_ON), "run": _rows_schema(_RUN)},
                         ("on", "run"),
                     ),
@@ -1903,7 +1909,7 @@ def triggers_schema() -> dict[str, Any]:
     }
 
 
-def _object(properties: dict[str, Any], required: Sequence[str]) -> dict[str, Any]:
+def _as_object(properties: dict[str, Any], required: Sequence[str]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,
@@ -1922,7 +1928,7 @@ def _rows_schema(rows: Mapping[str, _Row]) -> dict[str, Any]:
         for name, row in rows.items()
     }
     required = [name for name, row in rows.items() if row.required and not row.where]
-    return _object(properties, required)
+    return _as_object(properties, required)
 
 
 # -- matching an event to a rule ----------------------------------------------
@@ -3037,6 +3043,7 @@ class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
     text: str = ""
     marker: str = ""
+    commits: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -3134,6 +3141,11 @@ CREATE TABLE runs (
     record TEXT NOT NULL, request TEXT
 ) STRICT;
 CREATE INDEX runs_ended ON runs (ended_at);
+CREATE TABLE pushes (
+    kind TEXT NOT NULL, target TEXT NOT NULL, replica INTEGER, tip TEXT NOT NULL,
+    at REAL NOT NULL
+) STRICT;
+CREATE INDEX pushes_target ON pushes (kind, target);
 CREATE TABLE label_memory (
     kind TEXT NOT NULL, target TEXT NOT NULL, labels TEXT NOT NULL,
     seen_at REAL NOT NULL, PRIMARY KEY (kind, target)
@@ -3596,6 +3608,21 @@ class Store(Reader):
                  WHERE id = ? AND state = 'publishing'"""
         self._write(lambda db: db.execute(sql, (until, job)))
 
+    def pushed(self, job: Job, tip: str) -> None:
+        """Remember that we put this commit on the job's branch."""
+        sql = (
+            "INSERT INTO pushes (kind, target, replica, tip, at) VALUES (?, ?, ?, ?, ?)"
+        )
+        values = (job.kind, job.title, job.replica, tip, self.clock())
+        self._write(lambda db: db.execute(sql, values))
+
+    def own_tips(self, job: Job) -> frozenset[str]:
+        """The commits we ever pushed to the job's branch; others are not ours."""
+        sql = """SELECT tip FROM pushes WHERE kind = ? AND target = ?
+                 AND replica IS ?"""
+        rows = self._rows(sql, job.kind, job.title, job.replica)
+        return frozenset(row[0] for row in rows)
+
     def published(
         self, job: str, request: Request | None, reason: str | None = None
     ) -> None:
@@ -3668,7 +3695,7 @@ class Store(Reader):
     def sweep(self) -> None:
         """Forget what is older than the retention, counted from a job's end."""
         before = self.clock() - RETENTION_SECONDS
-        self._write(lambda db: _sweep(db, before))
+        self._write(lambda db: _forget(db, before))
 
 
 def _in_savepoint(
@@ -3928,7 +3955,7 @@ def _set_flag(db: sqlite3.Connection, name: str, value: str | None, at: float) -
         db.execute("INSERT OR REPLACE INTO flags VALUES (?, ?, ?)", (name, value, at))
 
 
-def _sweep(db: sqlite3.Connection, before: float) -> None:
+def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
@@ -4375,21 +4402,26 @@ class DockerEngine:
             with contextlib.suppress(docker.errors.NotFound):
                 self.api.remove_volume(volume["Name"], force=True)
 
-    def ensure_outer(self) -> None:
-        """The gates' way out; icc off, else gates could reach one another."""
-        import docker
+    def outer_network(self) -> str:
+        """The id of the gates' way out; icc off, else gates could reach another.
 
-        if self.api.networks(names=[OUTER_NETWORK]):
-            return
-        with contextlib.suppress(docker.errors.APIError):  # 409: another was faster
-            self.api.create_network(
-                OUTER_NETWORK,
-                driver="bridge",
-                check_duplicate=True,
-                options={"com.docker.network.bridge.enable_icc": "false"},
-                labels={LABEL + "role": "outer"},
-                ipam=_ipam(self._subnet()),
-            )
+        By id: an engine lets two processes create one name at the same moment.
+        """
+        with _OUTER_LOCK:
+            found = self.api.networks(names=[OUTER_NETWORK])
+            exact = [row["Id"] for row in found if row["Name"] == OUTER_NETWORK]
+            return min(exact) if exact else self._create_outer()
+
+    def _create_outer(self) -> str:
+        made = self.api.create_network(
+            OUTER_NETWORK,
+            driver="bridge",
+            check_duplicate=True,
+            options={"com.docker.network.bridge.enable_icc": "false"},
+            labels={LABEL + "role": "outer"},
+            ipam=_ipam(self._subnet()),
+        )
+        return str(made["Id"])
 
     def log_lines(self, container: str, *, follow: bool) -> Iterator[str]:
         """The stdout of a running box, line by line."""
@@ -4449,6 +4481,10 @@ class DockerEngine:
         raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
 
 
+#: One creation at a time in this process.
+_OUTER_LOCK = threading.Lock()
+
+
 def _ipam(subnet: IPv4Network) -> Any:
     from docker.types import IPAMConfig, IPAMPool
 
@@ -4490,7 +4526,7 @@ class DockerBox:
         box = cls(engine, spec.job, spec.attempt)
         box.spec = spec
         engine.remove_job(spec.job)  # what an earlier attempt left
-        engine.ensure_outer()
+        box.outer = engine.outer_network()
         labels = engine.labels(spec.job, spec.attempt, "network")
         box.subnet = engine.create_job_network(network_name(spec.job), labels)
         box._gate_thread = threading.Thread(target=box._open_gate, daemon=True)
@@ -4498,6 +4534,7 @@ class DockerBox:
         return box
 
     subnet: IPv4Network
+    outer: str
 
     @property
     def gate_address(self) -> str:
@@ -4548,7 +4585,7 @@ class DockerBox:
         assert self.spec
         hosts = {"host.docker.internal": "host-gateway"} if self.spec.loopback else None
         return self.engine.api.create_host_config(
-            network_mode=OUTER_NETWORK,
+            network_mode=self.outer,
             sysctls={"net.ipv4.ip_forward": "0"},
             extra_hosts=hosts,
             pids_limit=64,
@@ -4588,19 +4625,13 @@ class DockerBox:
 
     def _job_host_config(self) -> Any:
         assert self.spec
-        settings, image = self.engine.settings, self.spec.image
+        options = job_options(self.engine.settings, self.spec.image, self.engine.cpus)
         return self.engine.api.create_host_config(
             network_mode=network_name(self.job),
             extra_hosts={"gate": self.gate_address},
             dns_opt=["timeout:1", "attempts:1"],
-            pids_limit=512,
-            mem_limit=settings.job_memory,
-            memswap_limit=settings.job_memory,
-            nano_cpus=self.engine.cpus * 1_000_000_000,
-            shm_size="256m",
-            tmpfs=_tmpfs(image),
             mounts=self._mounts(),
-            **_HARDENING,
+            **options,
         )
 
     def _mounts(self) -> list[Any]:
@@ -4704,6 +4735,19 @@ _HARDENING: dict[str, Any] = {
 }
 
 
+def job_options(settings: Settings, image: Image, cpus: int) -> dict[str, Any]:
+    """What every job container runs under; `verify-image` uses the same."""
+    return {
+        "pids_limit": 512,
+        "mem_limit": settings.job_memory,
+        "memswap_limit": settings.job_memory,
+        "nano_cpus": cpus * 1_000_000_000,
+        "shm_size": "256m",
+        "tmpfs": _tmpfs(image),
+        **_HARDENING,
+    }
+
+
 def _tmpfs(image: Image) -> dict[str, str]:
     home = f"rw,exec,nosuid,nodev,size=1g,mode=0700,uid={image.uid},gid={image.gid}"
     return {"/tmp": "rw,exec,nosuid,nodev,size=1g,mode=1777", "/home/pi": home}
@@ -4729,6 +4773,1050 @@ def write_private(path: Path, content: bytes) -> None:
 # clone for the box, and the way out of what the box made. Host git never runs
 # inside anything a box wrote. Knows nothing of Docker.
 # =============================================================================
+
+#: Refusals of the way out (45-box-contracts, "The result"), and of a repository
+#: that is gone, moved, empty or not readable as we need it.
+PUBLISH_REFUSALS = (
+    "bundle-refused",
+    "branch-moved",
+    "push-refused",
+    "workflow-permission",
+    "repository-unavailable",
+)
+
+#: The largest result we take from a box; forges refuse single files over 100 MB.
+BUNDLE_BYTES = 256 * 1024 * 1024
+SKILL_FILES = 256
+SKILL_BYTES = 8 * 1024 * 1024
+SKILL_FILE_BYTES = 1024 * 1024
+#: Titles: GitLab and Forgejo store 255 characters, GitHub 256, Azure 400.
+TITLE_CHARS = 255
+#: Bodies: GitHub takes 65,536 characters; Azure 4,000 in a request's description.
+BODY_CHARS = 60_000
+REQUEST_CHARS = {"azure": 3_000}
+#: Packs a mirror may hold before they are rolled into fewer.
+MIRROR_PACKS = 40
+TOLD_CHARS = 1_000
+
+#: What host git always runs with. No configuration of the machine, of its user or
+#: of a repository takes part: whatever could run a program or send a credential
+#: elsewhere is off. A fetch appears in one pack, so a killed one leaves no commit
+#: without its trees.
+GIT_CONFIG = {
+    "core.hooksPath": os.devnull,
+    "core.fsmonitor": "false",
+    "credential.helper": "",
+    "http.followRedirects": "false",
+    "http.lowSpeedLimit": "1",
+    "http.lowSpeedTime": "120",
+    "fetch.unpackLimit": "1",
+    "gc.auto": "0",
+    "maintenance.auto": "false",
+    "transfer.credentialsInUrl": "die",
+    "submodule.recurse": "false",
+}
+
+#: What host git inherits: where programs are, how to get out, whom TLS trusts.
+GIT_INHERITS = (
+    "PATH",
+    "http_proxy",
+    "https_proxy",
+    "HTTPS_PROXY",
+    "all_proxy",
+    "ALL_PROXY",
+    "no_proxy",
+    "NO_PROXY",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "GIT_SSL_CAINFO",
+)
+
+#: Answers git's two questions, and only for the host the secret belongs to: a
+#: proxy or another host that asks gets nothing.
+ASKPASS = """#!/bin/sh
+read -r host <"$PIDISPATCH_ASKPASS/host" || exit 1
+case $1 in
+"Username for '"*"://$host': ") exec cat "$PIDISPATCH_ASKPASS/username" ;;
+"Password for '"*"@$host': ") exec cat "$PIDISPATCH_ASKPASS/password" ;;
+esac
+exit 1
+"""
+
+
+#: Control characters except tab and line feed, and those that reorder text.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+    "\ud800-\udfff]"
+)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds one git command may take; `cpu` is processor time over a bundle.
+
+    A 0.6 MB bundle may hold a 600 MB file, so bytes alone bound nothing.
+    """
+
+    look: float = 60
+    fetch: float = 1_800
+    push: float = 600
+    local: float = 300
+    check: float = 120
+    cpu: int = 60
+
+
+class TimedOut(InfraError):
+    """A git command that was stopped at its time bound."""
+
+
+class BundleRefused(Refused):
+    """A result that host git will not touch; `detail` is one fixed word."""
+
+    def __init__(self, detail: str, told: str = "") -> None:
+        self.detail = detail
+        text = f"the result was refused: {detail}" + (f" ({told})" if told else "")
+        super().__init__("bundle-refused", text)
+
+
+class Done(NamedTuple):
+    """How a git command ended; a negative code is the signal that ended it."""
+
+    code: int
+    out: bytes
+    err: str
+
+
+@dataclass(frozen=True)
+class Git:
+    """Runs git in a closed environment; `private` is a 0700 directory of ours.
+
+    A token reaches git only through a file in a directory that lives as long as
+    the command: never by argument, URL or environment.
+    """
+
+    private: Path
+    protocols: tuple[str, ...] = ("http", "https")
+    bounds: Bounds = Bounds()
+    environ: Mapping[str, str] = field(
+        default_factory=lambda: dict(os.environ), repr=False
+    )
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment of a git command; holds no secret."""
+        config = {
+            **{f"GIT_CONFIG_KEY_{i}": key for i, key in enumerate(GIT_CONFIG)},
+            **{f"GIT_CONFIG_VALUE_{i}": v for i, v in enumerate(GIT_CONFIG.values())},
+        }
+        return {
+            **{
+                name: self.environ[name]
+                for name in GIT_INHERITS
+                if name in self.environ
+            },
+            **config,
+            "GIT_CONFIG_COUNT": str(len(GIT_CONFIG)),
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_NO_REPLACE_OBJECTS": "1",
+            "GIT_TERMINAL_PROMPT": "0",
+            "GIT_ALLOW_PROTOCOL": ":".join(self.protocols),
+            "GIT_CEILING_DIRECTORIES": str(self.private.parent),
+            "HOME": str(self.private),
+            "LC_ALL": "C",
+        }
+
+    def call(
+        self,
+        *arguments: str,
+        feed: bytes | int = b"",
+        sink: int | None = None,
+        seconds: float | None = None,
+        extra: Mapping[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Done:
+        """Run one command to its end and say how it went.
+
+        `feed` is its input, as bytes or an open file; `sink` a file for its
+        output; `before` runs in the child. Raises `TimedOut`, and `InfraError`
+        when git cannot be started.
+        """
+        import subprocess
+
+        try:
+            child = subprocess.Popen(
+                ["git", *arguments],
+                cwd=self.private,
+                env={**self.environment(), **(extra or {})},
+                stdin=feed if isinstance(feed, int) else subprocess.PIPE,
+                stdout=subprocess.PIPE if sink is None else sink,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=before,
+            )
+        except OSError as error:
+            raise InfraError(
+                f"git cannot be started: {error}", "install git"
+            ) from error
+        given = None if isinstance(feed, int) else feed
+        try:
+            out, err = child.communicate(given, seconds or self.bounds.local)
+        except subprocess.TimeoutExpired as error:
+            raise TimedOut(f"git {arguments[0]} took too long") from error
+        finally:
+            if child.returncode is None:
+                _end(child)
+        return Done(child.returncode, out or b"", err.decode("utf-8", "replace"))
+
+    def remote(
+        self, url: str, credential: Credential, *arguments: str, seconds: float
+    ) -> Done:
+        """A command that talks to `url`; its messages come back redacted.
+
+        Raises `ConfigError` when the URL is not a plain one.
+        """
+        with self._secret(url, credential) as folder:
+            extra = {
+                "GIT_ASKPASS": str(self.private / "askpass"),
+                "PIDISPATCH_ASKPASS": str(folder),
+            }
+            done = self.call(*arguments, seconds=seconds, extra=extra)
+        return done._replace(err=_told(done.err, credential))
+
+    @contextlib.contextmanager
+    def _secret(self, url: str, credential: Credential) -> Iterator[Path]:
+        import shutil
+        import tempfile
+
+        host = _host(url, self.protocols)
+        if re.search(r"[\r\n\0]", credential.username + credential.password):
+            raise ConfigError("a forge token holds a line break")
+        folder = Path(tempfile.mkdtemp(prefix="askpass-", dir=self.private))
+        try:
+            _write_private(folder / "host", host.encode() + b"\n")
+            _write_private(folder / "username", credential.username.encode())
+            _write_private(folder / "password", credential.password.encode())
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill git and what it started (its transport is another process)."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+
+
+def _host(url: str, protocols: Sequence[str]) -> str:
+    """The host and port of a clone URL, as git words them in its questions."""
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    plain = not re.search(r"[\s\x00-\x1f\x7f'\"\\]", url) and "@" not in parts.netloc
+    if parts.scheme not in protocols or not plain:
+        raise ConfigError("a clone URL must be plain http(s), without credentials")
+    return parts.netloc
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as sink:
+        sink.write(content)
+
+
+def _told(text: str, credential: Credential | None = None) -> str:
+    """What git said, fit to be shown: no token in any form, no control, capped."""
+    import base64
+    from urllib.parse import quote
+
+    if credential is not None and credential.password:
+        pair = f"{credential.username}:{credential.password}".encode()
+        secret = credential.password
+        for form in (secret, quote(secret, safe=""), base64.b64encode(pair).decode()):
+            text = text.replace(form, "…")
+    text = re.sub(r"(?<=://)[^/\s@]*@", "", text)
+    lines = (line.strip() for line in _UNSEEN.sub("", text).splitlines())
+    kept = [line for line in lines if line and not line.startswith("hint:")]
+    return "\n".join(kept)[:TOLD_CHARS]
+
+
+#: What a failed talk with a remote means, by git's English words; the first that
+#: is found decides, and anything else may pass (network, 5xx, 429).
+_REMOTE_FAULTS: tuple[tuple[str, str | None], ...] = (
+    (r"rate limit|returned error: (?:408|429|5\d\d)", None),
+    (r"Authentication failed|could not read (?:Username|Password)", "token"),
+    (r"returned error: 40[13]\b|access denied|HTTP Basic: Access denied", "token"),
+    (r"returned error: (?:3\d\d|404|410)\b|repository .* not found", "gone"),
+    (r"redirect", "gone"),
+)
+
+
+def _remote_fault(done: Done, doing: str) -> PidispatchError:
+    """The error of a failed talk with a remote; `done.err` is already redacted."""
+    found = (m for p, m in _REMOTE_FAULTS if re.search(p, done.err, re.IGNORECASE))
+    meaning = next(found, None)
+    message = f"{doing} failed: {done.err or f'git ended with {done.code}'}"
+    if meaning == "token":
+        fix = "check the forge token and its access to the repository"
+        return Refused("forge-token-unavailable", message, fix)
+    if meaning == "gone":
+        fix = "check the repository's name; was it moved or deleted?"
+        return Refused("repository-unavailable", message, fix)
+    return InfraError(message)
+
+
+class Seen(NamedTuple):
+    """What one look at a remote showed: refs by name, and what HEAD names."""
+
+    head: str | None
+    refs: Mapping[str, str]
+
+
+def look(git: Git, url: str, credential: Credential, *names: str) -> Seen:
+    """Read the named refs of a remote in one request; absent ones are left out."""
+    listed = git.remote(
+        url,
+        credential,
+        *("ls-remote", "--symref", "--quiet", "--", url, *names),
+        seconds=git.bounds.look,
+    )
+    if listed.code:
+        raise _remote_fault(listed, "reading the repository")
+    head, refs = None, {}
+    for line in listed.out.decode("utf-8", "replace").splitlines():
+        value, _, name = line.partition("\t")
+        if value.startswith("ref: ") and name == "HEAD":
+            head = value.removeprefix("ref: ")
+        elif name in names and re.fullmatch(r"[0-9a-f]{40}", value):
+            refs[name] = value
+    return Seen(head, refs)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A bare repository of ours and the git that works on it."""
+
+    git: Git
+    path: Path
+
+    def call(self, *arguments: str, **how: Any) -> Done:
+        return self.git.call(f"--git-dir={self.path}", *arguments, **how)
+
+    def run(self, *arguments: str, **how: Any) -> bytes:
+        """The output of a local command; raises `InfraError` when it fails."""
+        done = self.call(*arguments, **how)
+        if done.code:
+            raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
+        return done.out
+
+    def create(self) -> None:
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self.run("init", "--bare", "--quiet", "--template=", str(self.path))
+
+
+@dataclass(frozen=True)
+class Mirror(Repository):
+    """The host's bare copy of one repository; nothing from a box enters it."""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the mirror alone, among threads and processes; create it first.
+
+        Every opening of the file is a lock of its own, so one lock serves both.
+        Lock files found inside belong to a git that was killed.
+        """
+        import fcntl
+
+        with self.path.with_suffix(".lock").open("ab") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if not (self.path / "HEAD").exists():
+                self.create()
+            for stale in (*self.path.glob("*.lock"), *self._refs.rglob("*.lock")):
+                stale.unlink(missing_ok=True)
+            yield
+
+    @property
+    def _refs(self) -> Path:
+        return self.path / "refs"
+
+    def has(self, commit: str) -> bool:
+        """Whether the commit is here with everything it reaches."""
+        arguments = ("rev-list", "--objects", "--quiet", commit, "--not", "--all")
+        return self.call(*arguments).code == 0
+
+    def obtain(
+        self,
+        url: str,
+        credential: Credential,
+        commits: Sequence[str],
+        refs: Sequence[str],
+    ) -> None:
+        """Fetch what is missing: by id, else by the refs that may reach it.
+
+        Raises `Refused("sha-gone")` when the remote has a commit no more. Call
+        it with the mirror locked.
+        """
+        missing = [commit for commit in commits if not self.has(commit)]
+        if not missing:
+            return
+        if not self._fetch(url, credential, missing):
+            self._fetch(url, credential, refs)
+        if not all(self.has(commit) for commit in missing):
+            raise Refused("sha-gone", "the forge no longer has the job's commit")
+        if sum(1 for _ in self.path.glob("objects/pack/*.pack")) > MIRROR_PACKS:
+            self.run("repack", "-d", "--geometric=2", "--quiet")
+
+    def _fetch(self, url: str, credential: Credential, wants: Sequence[str]) -> bool:
+        """False when the remote does not give one of `wants`; writes no ref."""
+        quiet = ("--quiet", "--no-tags", "--no-write-fetch-head")
+        at = f"--git-dir={self.path}"
+        done = self.git.remote(
+            url,
+            credential,
+            *(at, "fetch", *quiet, "--no-recurse-submodules", "--", url, *wants),
+            seconds=self.git.bounds.fetch,
+        )
+        if done.code == 0:
+            return True
+        if re.search(r"not our ref|unadvertised object|remote ref", done.err):
+            return False
+        raise _remote_fault(done, "fetching")
+
+    def hold(self, job: str, base: str, request: str | None) -> None:
+        """Keep a job's commits until `release`; the default ref speeds fetches."""
+        name = _ref_part(job)
+        lines = [f"update refs/pidispatch/default {base}"]
+        lines.append(f"update refs/pidispatch/base/{name} {base}")
+        if request is not None:
+            lines.append(f"update refs/pidispatch/request/{name} {request}")
+        self.run("update-ref", "--stdin", feed="\n".join([*lines, ""]).encode())
+
+    def release(self, job: str) -> None:
+        for kind in ("base", "request"):
+            self.run("update-ref", "-d", f"refs/pidispatch/{kind}/{_ref_part(job)}")
+
+
+def _ref_part(job: str) -> str:
+    """A job id as a part of a ref; git forbids some that are fine elsewhere."""
+    if re.search(r"\.\.|\.$|\.lock$|^\.", job) or not _SAFE_ID.match(job):
+        return "h" + _digest(job)
+    return job
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a box is given of a repository, and what the way out needs to know.
+
+    `base` is the commit the job starts from, `lease` the job branch's commit on
+    the forge just now (None: there is none), `request_sha` a request's head.
+    `pack` and `shallow` make the box's clone; `skill` maps the relative paths of
+    the flow's files to their content, None when the repository has none.
+    """
+
+    base: str
+    default_branch: str
+    lease: str | None
+    request_sha: str | None
+    pack: Path
+    shallow: bytes
+    skill: Mapping[str, bytes] | None
+
+
+class Mirrors:
+    """The mirrors of all repositories served, under one private directory."""
+
+    def __init__(
+        self,
+        root: Path,
+        protocols: tuple[str, ...] = ("http", "https"),
+        bounds: Bounds = Bounds(),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.chmod(0o700)
+        self.root = root.resolve()
+        inherited = os.environ if environ is None else environ
+        self.git = Git(self.root, protocols, bounds, dict(inherited))
+        _install_askpass(self.root)
+        _sweep(self.root)
+
+    def of(self, kind: str, repo: str) -> Mirror:
+        return Mirror(self.git, self.root / mirror_name(kind, repo))
+
+    def prepare(
+        self,
+        forge: Forge,
+        job: Job,
+        into: Path,
+        base: str | None = None,
+        request: str | None = None,
+        depth: int = 50,
+    ) -> Prepared:
+        """Read the repository for a job and write its clone to `into`/base.pack.
+
+        `base` and `request` are the commits stored for the job's set, None for
+        its first. Raises `Refused` (sha-gone, flow-not-found, a remote's no) or
+        `InfraError`.
+        """
+        mirror = self.of(job.kind, job.repo)
+        url, credential = forge.clone_url(job.repo), forge.credential(job.repo)
+        branch = f"refs/heads/{job.branch}" if job.branch else None
+        asked = request_ref(job)
+        seen = look(self.git, url, credential, *filter(None, ("HEAD", branch, asked)))
+        if seen.head is None or "HEAD" not in seen.refs:
+            raise Refused("repository-unavailable", "the repository has no commits")
+        base = base or seen.refs["HEAD"]
+        if job.target.type == "pull_request":
+            request = request or (seen.refs.get(asked) if asked else job.head)
+            if request is None:
+                raise Refused("sha-gone", "the request's head is gone")
+        tips = tuple(filter(None, (base, request)))
+        with mirror.locked():
+            mirror.obtain(url, credential, tips, [*filter(None, (seen.head, asked))])
+            mirror.hold(job.id, base, request)
+        return Prepared(
+            base=base,
+            default_branch=seen.head.removeprefix("refs/heads/"),
+            lease=seen.refs.get(branch) if branch else None,
+            request_sha=request,
+            pack=into / "base.pack",
+            shallow=write_pack(mirror, into / "base.pack", tips, depth),
+            skill=read_skill(mirror, base, job.flow),
+        )
+
+    def restore(self, forge: Forge, job: Job, work: Work) -> Mirror:
+        """The job's mirror with its base in it, fetched again if need be."""
+        mirror = self.of(job.kind, job.repo)
+        url, credential = forge.clone_url(job.repo), forge.credential(job.repo)
+        with mirror.locked():
+            refs = [f"refs/heads/{work.default_branch}"]
+            mirror.obtain(url, credential, [work.base], refs)
+        return mirror
+
+    def release(self, job: Job) -> None:
+        """Let go of what was kept for a job that is published or swept."""
+        mirror = self.of(job.kind, job.repo)
+        if mirror.path.exists():
+            with mirror.locked():
+                mirror.release(job.id)
+
+
+def request_ref(job: Job) -> str | None:
+    """The forge's ref of a request's head; Azure has none, its id must do."""
+    ref = FORGES[job.kind].request_ref
+    if job.target.type != "pull_request" or ref is None:
+        return None
+    return ref.format(n=job.target.number)
+
+
+def _install_askpass(root: Path) -> None:
+    """Write the script once: one written just before use may be "busy"."""
+    script = root / "askpass"
+    if script.exists() and script.read_text("utf-8") == ASKPASS:
+        return
+    fresh = root / f"askpass.{secrets.token_hex(8)}"
+    _write_private(fresh, ASKPASS.encode())
+    fresh.chmod(0o700)
+    fresh.replace(script)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what a killed process left: far older than any command may run."""
+    import shutil
+
+    for kind in ("askpass-*", "quarantine-*"):
+        for left in root.glob(kind):
+            if time.time() - left.stat().st_mtime > DAY:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def write_pack(mirror: Mirror, path: Path, tips: Sequence[str], depth: int) -> bytes:
+    """Pack what `tips` reach within `depth` commits; returns git's shallow file.
+
+    Nothing else of the mirror is in it: a sibling's work stays unseen.
+    """
+    edge = _shallow_edge(mirror, tips, depth)
+    lines = [*(f"--shallow {commit}" for commit in edge), *tips, ""]
+    options = ("--revs", "--shallow", "--stdout", "--quiet", "--no-use-bitmap-index")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as sink:
+        feed = "\n".join(lines).encode()
+        mirror.run("pack-objects", *options, feed=feed, sink=sink.fileno())
+    return "".join(f"{commit}\n" for commit in edge).encode()
+
+
+def _shallow_edge(mirror: Mirror, tips: Sequence[str], depth: int) -> list[str]:
+    """The commits at `depth` (tips are 1) whose parents are left out."""
+    count = 512
+    while True:
+        listed = mirror.run("rev-list", "--parents", f"--max-count={count}", *tips)
+        rows = (line.split() for line in listed.decode().splitlines())
+        parents = {row[0]: row[1:] for row in rows}
+        try:
+            return _level(parents, tips, depth)
+        except KeyError:
+            count *= 4
+
+
+def _level(
+    parents: Mapping[str, Sequence[str]], tips: Sequence[str], depth: int
+) -> list[str]:
+    """Raises `KeyError` when a commit above the edge is not in `parents`."""
+    level, above = set(tips), set[str]()
+    for _ in range(depth - 1):
+        above |= level
+        level = {parent for commit in level for parent in parents[commit]} - above
+    return sorted(commit for commit in level if parents[commit])
+
+
+def read_skill(mirror: Mirror, base: str, flow: str) -> dict[str, bytes] | None:
+    """The regular files of `.pi/skills/<flow>` at `base`, None when it has none.
+
+    Raises `Refused("flow-not-found")` when they are too many, too large, or
+    named so that no file can be made of them.
+    """
+    folder = f".pi/skills/{flow}/"
+    listed = mirror.run("ls-tree", "-r", "-z", "--long", "--full-tree", base, folder)
+    blobs: dict[str, bytes] = {}
+    total = 0
+    for entry in filter(None, listed.split(b"\0")):
+        about, _, path = entry.partition(b"\t")
+        mode, _, blob, size = about.split()
+        if mode not in (b"100644", b"100755"):
+            continue
+        name = os.fsdecode(path).removeprefix(folder)
+        total += int(size)
+        if len(blobs) == SKILL_FILES or total > SKILL_BYTES:
+            raise _skill_refused(flow, "has more than 256 files or 8 MiB")
+        if int(size) > SKILL_FILE_BYTES:
+            raise _skill_refused(flow, "has a file of more than 1 MiB")
+        if not _safe_path(name):
+            raise _skill_refused(flow, "has a file whose name cannot be used")
+        blobs[name] = blob
+    return dict(zip(blobs, _blobs(mirror, [*blobs.values()]), strict=True)) or None
+
+
+def _skill_refused(flow: str, why: str) -> Refused:
+    return Refused("flow-not-found", f"the repository's .pi/skills/{flow} {why}")
+
+
+def _safe_path(name: str) -> bool:
+    parts = name.split("/")
+    plain = name.isprintable() and "\\" not in name
+    return plain and not any(part in ("", ".", "..") for part in parts)
+
+
+def _blobs(mirror: Mirror, names: Sequence[bytes]) -> Iterator[bytes]:
+    """The contents of blobs, in the order asked."""
+    output = mirror.run("cat-file", "--batch", feed=b"".join(n + b"\n" for n in names))
+    at = 0
+    for _ in names:
+        end = output.index(b"\n", at)
+        size = int(output[at:end].split()[2])
+        yield output[end + 1 : end + 1 + size]
+        at = end + 1 + size + 1
+
+
+@dataclass(frozen=True)
+class Quarantine(Repository):
+    """A throw-away repository with a box's checked result; close it after use.
+
+    `tip` descends from the job's base by `commits` commits and is complete.
+    """
+
+    tip: str = ""
+    commits: int = 0
+
+    def __enter__(self) -> Quarantine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        import shutil
+
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def check_bundle(
+    mirror: Mirror, bundle: Path, base: str, *, limit: int = BUNDLE_BYTES
+) -> Quarantine:
+    """Take a box's bundle (at most `limit` bytes) into a quarantine beside `mirror`.
+
+    The header is read by us and the pack by `index-pack --strict`, because git
+    2.39 applies fetch.fsckObjects to no bundle. Raises `BundleRefused`.
+    """
+    import shutil
+    import tempfile
+
+    with _open_bundle(bundle, limit) as source:
+        tip, prerequisites = _bundle_header(source)
+        _check_prerequisites(mirror, prerequisites, base)
+        os.lseek(source.fileno(), source.tell(), os.SEEK_SET)
+        folder = tempfile.mkdtemp(prefix="quarantine-", dir=mirror.path.parent)
+        quarantine = Quarantine(mirror.git, Path(folder), tip)
+        try:
+            quarantine.create()
+            alternates = quarantine.path / "objects" / "info" / "alternates"
+            alternates.parent.mkdir(exist_ok=True)
+            alternates.write_text(f"{mirror.path / 'objects'}\n", "utf-8")
+            _index(quarantine, source.fileno(), limit)
+            commits = _check_tip(quarantine, base)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    return dataclasses.replace(quarantine, commits=commits)
+
+
+def _open_bundle(bundle: Path, limit: int) -> BinaryIO:
+    """Open a regular file of bounded size; never follows a link, never waits."""
+    import stat
+
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        source = os.fdopen(os.open(bundle, flags), "rb")
+    except OSError as error:
+        raise BundleRefused("bad-header", "it cannot be opened") from error
+    about = os.fstat(source.fileno())
+    if stat.S_ISREG(about.st_mode) and about.st_size <= limit:
+        return source
+    source.close()
+    raise BundleRefused("too-large" if stat.S_ISREG(about.st_mode) else "bad-header")
+
+
+def _bundle_header(source: BinaryIO) -> tuple[str, list[str]]:
+    """The tip and the prerequisites; leaves `source` at the pack."""
+    if source.readline(64) != b"# v2 git bundle\n":
+        raise BundleRefused("bad-header")
+    prerequisites: list[str] = []
+    refs: list[tuple[str, bytes]] = []
+    while (line := source.readline(65_536)) != b"\n":
+        needed = re.fullmatch(rb"-([0-9a-f]{40})(?: [^\n\0]*)?\n", line)
+        offered = re.fullmatch(rb"([0-9a-f]{40}) ([^\n\0]+)\n", line)
+        if needed and not refs:
+            prerequisites.append(needed[1].decode())
+        elif offered:
+            refs.append((offered[1].decode(), offered[2]))
+        else:
+            raise BundleRefused("bad-header")
+        if len(prerequisites) + len(refs) > 64:
+            raise BundleRefused("bad-header")
+    if [name for _, name in refs] != [RESULT_REF.encode()]:
+        raise BundleRefused("wrong-ref")
+    return refs[0][0], prerequisites
+
+
+def _check_prerequisites(mirror: Mirror, needed: Sequence[str], base: str) -> None:
+    """A result builds on its base, or by a merge on what the base reaches."""
+    if not needed or set(needed) == {base}:
+        return
+    done = mirror.call("rev-list", "--max-count=1", *needed, "--not", base)
+    if done.code or done.out:
+        raise BundleRefused("bad-prerequisite")
+
+
+def _guarded(quarantine: Quarantine, size: int, *arguments: str, **how: Any) -> Done:
+    """Run git over what a box made, bounded in time, processor, memory and disk."""
+    import signal
+
+    bounds = quarantine.git.bounds
+    try:
+        done = quarantine.call(
+            *arguments, seconds=bounds.check, before=_limits(bounds.cpu, size), **how
+        )
+    except TimedOut as error:
+        raise BundleRefused("too-slow") from error
+    if done.code in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise BundleRefused("too-slow")
+    if done.code == -signal.SIGXFSZ:
+        raise BundleRefused("too-large")
+    return done
+
+
+def _limits(cpu: int, size: int) -> Callable[[], None]:
+    import resource
+
+    wanted = {
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_FSIZE: size,
+        resource.RLIMIT_DATA: 2**31,
+        resource.RLIMIT_CORE: 0,
+    }
+
+    def apply() -> None:
+        for what, value in wanted.items():
+            most = resource.getrlimit(what)[1]
+            soft = value if most == resource.RLIM_INFINITY else min(value, most)
+            resource.setrlimit(what, (soft, most))
+
+    return apply
+
+
+def _index(quarantine: Quarantine, pack: int, limit: int) -> None:
+    """Unpack and examine every object; what is fetched later was examined here."""
+    options = ("--stdin", "--fix-thin", "--strict", "--threads=1")
+    most = f"--max-input-size={limit}"
+    done = _guarded(quarantine, 4 * limit, "index-pack", *options, most, feed=pack)
+    if done.code == 0:
+        return
+    for pattern, detail in (
+        ("exceeds maximum allowed size", "too-large"),
+        ("did not receive expected object", "not-connected"),
+    ):
+        if pattern in done.err:
+            raise BundleRefused(detail)
+    raise BundleRefused("bad-object", _told(done.err))
+
+
+def _check_tip(quarantine: Quarantine, base: str) -> int:
+    """How many commits the tip adds to `base`, once it is proved complete."""
+    tip, size = quarantine.tip, BUNDLE_BYTES
+    kind = _guarded(quarantine, size, "cat-file", "-t", tip)
+    if kind.code:
+        raise BundleRefused("not-connected")
+    if kind.out != b"commit\n":
+        raise BundleRefused("bad-object", "the tip is not a commit")
+    if _guarded(quarantine, size, "merge-base", "--is-ancestor", base, tip).code:
+        raise BundleRefused("not-descended")
+    walk = ("rev-list", "--objects", "--quiet", tip, "--not", base)
+    if _guarded(quarantine, size, *walk).code:
+        raise BundleRefused("not-connected")
+    counted = _guarded(quarantine, size, "rev-list", "--count", f"{base}..{tip}")
+    return int(counted.out)
+
+
+def push(
+    quarantine: Quarantine,
+    url: str,
+    credential: Credential,
+    branch: str,
+    lease: str | None,
+    ours: Iterable[str] = (),
+) -> None:
+    """Make `branch` on the forge the quarantine's tip, if nobody moved it.
+
+    `lease` is the branch's commit when the job was prepared (None: absent); it
+    is replaced only when the tip contains it or it is one of `ours`, the commits
+    this instance pushed there. The same push again is harmless. Raises
+    `Refused` (branch-moved, push-refused, workflow-permission) or `InfraError`.
+    """
+    ref, tip, git = f"refs/heads/{branch}", quarantine.tip, quarantine.git
+    present = look(git, url, credential, ref).refs.get(ref)
+    if present == tip:
+        return
+    if present != lease or not _replaceable(quarantine, lease, ours):
+        raise Refused("branch-moved", f"{branch} holds commits the job did not make")
+    options = ("--porcelain", "--no-progress", "--no-verify", "--no-follow-tags")
+    expected = f"--force-with-lease={ref}:{lease or ''}"
+    at = f"--git-dir={quarantine.path}"
+    done = git.remote(
+        url,
+        credential,
+        *(at, "push", *options, "--recurse-submodules=no", expected),
+        *("--", url, f"{tip}:{ref}"),
+        seconds=git.bounds.push,
+    )
+    if done.code:
+        raise _push_fault(done, branch, credential)
+
+
+def _replaceable(
+    quarantine: Quarantine, lease: str | None, ours: Iterable[str]
+) -> bool:
+    if lease is None or lease in ours:
+        return True
+    check = ("merge-base", "--is-ancestor", lease, quarantine.tip)
+    return quarantine.call(*check).code == 0
+
+
+#: What a refused push means, by git's English words; the first found decides.
+_PUSH_FAULTS: tuple[tuple[str, str | None], ...] = (
+    (r"stale info|fetch first|non-fast-forward", "branch-moved"),
+    (r"refusing to allow .* workflow|without .?workflows?.? ", "workflow-permission"),
+    (
+        r"cannot lock ref|failed to update ref|internal (?:server )?error"
+        r"|unable to create temporary",
+        None,
+    ),
+    (r"remote rejected|remote unpack failed|returned error: 40[34]", "push-refused"),
+)
+
+
+def _push_fault(done: Done, branch: str, credential: Credential) -> PidispatchError:
+    said = f"{done.err}\n{_told(done.out.decode('utf-8', 'replace'), credential)}"
+    message = f"pushing {branch} failed: {said.strip()}"[:TOLD_CHARS]
+    for pattern, reason in _PUSH_FAULTS:
+        if re.search(pattern, said, re.IGNORECASE):
+            return Refused(reason, message) if reason else InfraError(message)
+    return _remote_fault(done, f"pushing {branch}")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a finished job left: files of its outbox and the facts it started from.
+
+    `base`, `lease` and `default_branch` come from `Prepared`; `commits` is the
+    runner's count; `ours` are the commits this instance pushed to the job's
+    branch before.
+    """
+
+    bundle: Path | None
+    review_request: str | None
+    comment: str | None
+    base: str
+    lease: str | None
+    default_branch: str
+    commits: int
+    ours: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Published:
+    """What stands on the forge: the branch's commit and its request, if any."""
+
+    tip: str | None = None
+    request: Request | None = None
+
+
+def publish_job(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Published:
+    """Put a finished job's work on the forge; safe to repeat at any time.
+
+    An issue's job gets its branch, one request and one comment, a request's job
+    only the comment. A determinate refusal is commented once and raised again;
+    `InfraError` means: try later.
+    """
+    if job.target.type == "pull_request":
+        _say(forge, job, work, "review", commits=work.commits)
+        return Published()
+    try:
+        published = _publish_branch(forge, mirrors, job, work)
+    except Refused as refusal:
+        if refusal.reason in PUBLISH_REFUSALS:
+            detail = getattr(refusal, "detail", None)
+            _say(forge, job, work, "refused", reason=refusal.reason, detail=detail)
+        raise
+    _say(forge, job, work, "result", request=published.request)
+    return published
+
+
+def publish_to(
+    forge: Forge, mirrors: Mirrors, job: Job, work: Work, branch: str
+) -> str | None:
+    """Push a kept result to a new branch the operator names; returns its commit."""
+    if mirrors.git.call("check-ref-format", f"refs/heads/{branch}").code:
+        raise ConfigError(f"{json.dumps(branch)} is no branch name")
+    if work.bundle is None:
+        return None
+    url, credential = forge.clone_url(job.repo), forge.credential(job.repo)
+    mirror = mirrors.restore(forge, job, work)
+    with check_bundle(mirror, work.bundle, work.base) as quarantine:
+        push(quarantine, url, credential, branch, None)
+    return quarantine.tip
+
+
+def _publish_branch(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Published:
+    branch = job.branch
+    if branch is None or work.bundle is None:
+        return Published()
+    url, credential = forge.clone_url(job.repo), forge.credential(job.repo)
+    mirror = mirrors.restore(forge, job, work)
+    with check_bundle(mirror, work.bundle, work.base) as quarantine:
+        if not quarantine.commits:
+            return Published()
+        push(quarantine, url, credential, branch, work.lease, work.ours)
+    return Published(quarantine.tip, _one_request(forge, job, work, branch))
+
+
+def _one_request(forge: Forge, job: Job, work: Work, branch: str) -> Request:
+    """The open request of exactly this branch, opened if there is none."""
+    written = (work.review_request or "").strip()
+    first, _, rest = clean_text(written).partition("\n")
+    found = forge.find_request(job.repo, branch)
+    if found is None:
+        title, body = request_title(job, first), _request_body(job, rest)
+        base = work.default_branch
+        return forge.open_request(job.repo, branch, base, title, body)
+    if not _is_marked(job, found.title):
+        title = request_title(job, found.title)
+        forge.retitle_request(job.repo, found.number, title)
+        return msgspec.structs.replace(found, title=title)
+    return found
+
+
+_HIDDEN_MARKER = re.compile(r"<!--(?=\s*pidispatch)", re.IGNORECASE)
+_TITLE_MARKER = re.compile(r"\[\s*r\s*\d+\s*/\s*\d+\s*\]", re.IGNORECASE)
+
+
+def clean_text(text: str, most: int = BODY_CHARS) -> str:
+    """An agent's Markdown, fit to post: capped, no hidden marker of ours.
+
+    A comment that it leaves open is closed, or it would hide what we add below.
+    """
+    text = _UNSEEN.sub("", text.replace("\r\n", "\n").replace("\r", "\n")).strip()
+    text = _HIDDEN_MARKER.sub("&lt;!--", text)
+    if len(text) > most:
+        text = f"{text[:most].rstrip()}\n\n(cut at {most:,} characters)"
+    if text.rfind("<!--") > text.rfind("-->"):
+        text += "\n-->"
+    return text
+
+
+def request_title(job: Job, written: str) -> str:
+    """The request's title: ours is the marker, the rest is the agent's one line.
+
+    Markers that the agent wrote are removed; an empty line becomes flow and
+    number, never text of the issue.
+    """
+    title = _plain_line(written).lstrip("# ")
+    while (without := _TITLE_MARKER.sub("", title)) != title:
+        title = without
+    title = " ".join(title.split())
+    if not title:
+        noun = FORGES[job.kind].issue_noun
+        title = f"{job.flow}: {noun} #{job.target.number}"
+    return (title_marker(job.replica, job.replicas) + title)[:TITLE_CHARS].rstrip()
+
+
+def _plain_line(text: str) -> str:
+    """One line without control, format or separator characters."""
+    import unicodedata
+
+    hidden = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+    spaced = " ".join(text.split())
+    return "".join(c for c in spaced if unicodedata.category(c) not in hidden)
+
+
+def _is_marked(job: Job, title: str) -> bool:
+    """Whether the title bears this replica's marker and no other."""
+    marker = title_marker(job.replica, job.replicas)
+    rest = title.removeprefix(marker)
+    return title.startswith(marker) and not (marker and _TITLE_MARKER.search(rest))
+
+
+def _request_body(job: Job, written: str) -> str:
+    others = siblings(job.replica, job.replicas)
+    branches = [branch_name(job.target.number, index) for index in others]
+    most = REQUEST_CHARS.get(job.kind, BODY_CHARS)
+    body = clean_text(written, most)
+    return render("request-body.md.j2", job=job, body=body, siblings=branches)
+
+
+def _say(forge: Forge, job: Job, work: Work, kind: str, **values: Any) -> None:
+    """Post one comment of a kind; the hidden marker, its last line, makes it one."""
+    marker = f"<!-- pidispatch:{job.id}:{kind} -->"
+    noun = FORGES[job.kind].request_noun
+    text = render(
+        f"comment-{kind}.md.j2",
+        job=job,
+        noun=noun,
+        comment=clean_text(work.comment or ""),
+        marker=marker,
+        **values,
+    )
+    forge.comment(job.repo, job.target, text, marker)
+
 
 # =============================================================================
 # dispatch
@@ -5163,15 +6251,14 @@ class Dispatcher:
     def _prepare(
         self, attempt: Attempt, base: str | None, request: str | None
     ) -> Prepared:
-        job, forge = attempt.job, self.forge(attempt.job)
-        assert attempt.credential
+        job = attempt.job
         return self.mirrors.prepare(
+            self.forge(job),
             job,
-            url=forge.clone_url(job.repo),
-            credential=attempt.credential,
-            base=base,
-            request_sha=request,
-            depth=attempt.settings.clone_depth,
+            self.kept_dir(job),
+            base,
+            request,
+            attempt.settings.clone_depth,
         )
 
     def find_skill(self, attempt: Attempt) -> None:
@@ -5288,7 +6375,8 @@ class Dispatcher:
         assert verdict.outcome != "retry"
         record = self.record(attempt, verdict.outcome, verdict.reason, ended)
         if verdict.outcome == "completed":
-            notice = Notice("result")
+            commits = ended.result.commits if ended and ended.result else 0
+            notice = Notice("result", commits=commits)
         else:
             notice = _outcome_notice(attempt.job, record)
         self.store.finish(attempt.claimed, record, notice)
@@ -5410,20 +6498,20 @@ class Dispatcher:
         assert workspace
         kept = self.kept_dir(job)
         bundle = kept / "branch.bundle"
-        published = publish_job(
-            forge,
-            self.mirrors,
-            job,
-            Work(
-                bundle=bundle if bundle.is_file() else None,
-                review_request=_kept_text(kept, "review-request.md"),
-                comment=_kept_text(kept, "comment.md"),
-                base=workspace.base,
-                lease=workspace.lease,
-                default_branch=workspace.default_branch,
-            ),
+        work = Work(
+            bundle=bundle if bundle.is_file() else None,
+            review_request=_kept_text(kept, "review-request.md"),
+            comment=_kept_text(kept, "comment.md"),
+            base=workspace.base,
+            lease=workspace.lease,
+            default_branch=workspace.default_branch,
+            commits=notice.commits,
+            ours=self.store.own_tips(job),
         )
-        return published.request, published.reason
+        published = publish_job(forge, self.mirrors, job, work)
+        if published.tip:
+            self.store.pushed(job, published.tip)
+        return published.request, None
 
     def publish_due(self) -> None:
         for job, _, _, _ in self.store.due_notices():
@@ -5478,21 +6566,29 @@ def _undeclared(image: Image, token: str) -> tuple[str, str]:
     )
 
 
+def comment_marker(name: str, kind: str) -> str:
+    """The hidden last line of a comment, by which it is found and never repeated."""
+    return f"<!-- pidispatch:{name}:{kind} -->"
+
+
 def _refusal_notice(job: Job, refusal: Refused) -> Notice:
     """One comment for a set, whichever of its replicas was refused first."""
+    marker = comment_marker(job.set, refusal.reason)
     text = render(
-        "comment-refused.md.j2",
+        "comment-not-started.md.j2",
         job=job,
         reason=refusal.reason,
         message=refusal.message,
         fix=refusal.fix,
+        marker=marker,
     )
-    return Notice("refused", text, f"{job.set}:{refusal.reason}")
+    return Notice("refused", text, marker)
 
 
 def _outcome_notice(job: Job, record: Record) -> Notice:
-    text = render("comment-ended.md.j2", job=job, record=record)
-    return Notice("ended", text, f"{job.id}:ended")
+    marker = comment_marker(job.id, "ended")
+    text = render("comment-ended.md.j2", job=job, record=record, marker=marker)
+    return Notice("ended", text, marker)
 
 
 def keep_texts(folder: Path, ended: BoxExit) -> None:

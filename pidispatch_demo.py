@@ -6,8 +6,8 @@ scripted agent takes pi's place where there is no container engine. The demo and
 tests use the same ones. Standard library only (and git), so that each also runs alone
 in a plain container: ``python3 pidispatch_demo.py forge|model --host H --port P``.
 
-Sections: http · git · forge state · forge shapes · forge API · forge · deliveries ·
-model scripts · model styles · model · agent · commands.
+Sections: http · git · forge state · forge shapes · deliveries · forge API · forge ·
+model scripts · model styles · model · agent · commands · demo.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import os
 import re
 import secrets
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -41,12 +42,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from http.client import responses
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self
+
+if TYPE_CHECKING:
+    import pidispatch
 
 # ---------------------------------------------------------------------------
 # http
@@ -57,6 +60,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Self
 # ---------------------------------------------------------------------------
 
 Json = dict[str, Any]
+_CONTROL = "/control/"
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,11 @@ class _Connection(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True
 
+    def handle_expect_100(self) -> bool:
+        going_on = super().handle_expect_100()
+        self.wfile.flush()
+        return going_on
+
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: the fakes keep their own log."""
 
@@ -149,7 +158,7 @@ class _Connection(BaseHTTPRequestHandler):
                 reply.stream.close()
             reply.done()
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_CONNECT = answer
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = answer
 
     def _request(self) -> Request:
         # A client that uses us as a proxy sends the whole URL (`gh` does so here).
@@ -290,12 +299,7 @@ class FakeServer:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def fail_next(
@@ -332,9 +336,15 @@ class FakeServer:
         """What the fake itself says; each fake brings its own."""
         raise NotImplementedError
 
+    def control(self, what: str, value: Any) -> object:
+        """Do ``what`` a test asks for at /control/: its JSON in, the answer's out.
+
+        LookupError, TypeError and ValueError become a 400."""
+        raise NotImplementedError
+
     def error_reply(self, request: Request, status: int, message: str) -> Reply:
         """An error in the shape the imitated service gives it."""
-        return json_reply(status, {"message": message})
+        raise NotImplementedError
 
     def note(self, request: Request, reply: Reply) -> None:
         """Called once for each request, after its reply is known."""
@@ -342,10 +352,24 @@ class FakeServer:
     def _respond(self, request: Request) -> Reply:
         if request.path == "/healthz":
             return Reply(200, b"ok\n", {"Content-Type": "text/plain"})
+        if request.path.startswith(_CONTROL):
+            return self._control(request)
         fault = self._take_fault(request)
         reply = self._spoil(request, fault) if fault else self.answer(request)
         self.note(request, reply)
         return reply
+
+    def _control(self, request: Request) -> Reply:
+        what = f"{request.method} {request.path.removeprefix(_CONTROL)}"
+        try:
+            value = json.loads(request.body or b"null")
+            with self.lock:
+                if what == "POST faults":
+                    self.fail_next(**value)
+                    return json_reply(200, None)
+                return json_reply(200, self.control(what, value))
+        except (LookupError, TypeError, ValueError) as error:
+            return json_reply(400, {"message": repr(error)})
 
     def _take_fault(self, request: Request) -> Fault | None:
         with self.lock:
@@ -383,7 +407,6 @@ _GIT_ENVIRONMENT = {
 }
 _REPOSITORY_CONFIG = """
 [receive]
-\tprocReceiveRefs = refs/heads
 \thideRefs = refs/pull
 \tautogc = false
 [uploadpack]
@@ -526,8 +549,15 @@ def serve_git(
     """Answer one smart HTTP request of a repository with `git http-backend`.
 
     ``user`` lets pushes in; ``scope`` is what the push hook gets to know of the
-    credential: its kind and its workflows permission."""
+    credential: its kind and its workflows permission. Empty leaves the hook out."""
+    hooked = {
+        _SCOPE_VARIABLE: scope,
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": "receive.procReceiveRefs",
+        "GIT_CONFIG_VALUE_0": "refs/heads",
+    }
     environment = _git_environment(
+        **(hooked if scope else {}),
         GIT_PROJECT_ROOT=str(path),
         GIT_HTTP_EXPORT_ALL="1",
         PATH_INFO=f"/{operation}",
@@ -538,7 +568,6 @@ def serve_git(
         GIT_PROTOCOL=request.headers.get("git-protocol", ""),
         REMOTE_USER=user,
         REMOTE_ADDR="127.0.0.1",
-        **{_SCOPE_VARIABLE: scope},
     )
     done = subprocess.run(
         [_http_backend()], env=environment, input=request.body, capture_output=True
@@ -935,6 +964,8 @@ class Repo:
             pull.head_sha = self.git.commit(ref, files or {}, message, parent, when)
         elif files is not None:
             self.commit(pull.head, files, f"Work for {pull.title}")
+        elif self.branch(pull.head) is None:
+            raise ValueError(f"{self.full_name} has no branch {pull.head}")
 
     def sync_pulls(self) -> None:
         """Bring refs/pull/N/head of open requests to where their branches are."""
@@ -976,10 +1007,15 @@ def _node_id(kind: str, number: int) -> str:
     return base64.b64encode(f"{kind}:{number}".encode()).decode()
 
 
+def _site(base: str) -> str:
+    """Where the pages for people are, given where the API is."""
+    return base.removesuffix("/api/v3").replace("://api.", "://", 1)
+
+
 def user_json(base: str, user: User) -> Json:
     """An account."""
     url = f"{base}/users/{user.login}"
-    site = base.removesuffix("/api/v3")
+    site = _site(base)
     return {
         "login": user.login,
         "id": user.id,
@@ -998,7 +1034,7 @@ def user_json(base: str, user: User) -> Json:
 def repo_json(base: str, repo: Repo) -> Json:
     """A repository."""
     url = f"{base}/repos/{repo.full_name}"
-    html_url = f"{base.removesuffix('/api/v3')}/{repo.full_name}"
+    html_url = f"{_site(base)}/{repo.full_name}"
     return {
         "id": repo.id,
         "node_id": _node_id("Repository", repo.id),
@@ -1047,7 +1083,7 @@ def label_json(base: str, repo: Repo, name: str) -> Json:
 def _item_json(base: str, repo: Repo, item: Issue) -> Json:
     """What an issue and a pull request have in common."""
     kind = "pull" if isinstance(item, Pull) else "issues"
-    site = base.removesuffix("/api/v3")
+    site = _site(base)
     issue_url = f"{base}/repos/{repo.full_name}/issues/{item.number}"
     return {
         "id": item.id,
@@ -1161,7 +1197,7 @@ def comment_json(base: str, repo: Repo, comment: Comment) -> Json:
     url = f"{base}/repos/{repo.full_name}/issues"
     item = repo.item(comment.number)
     kind = "pull" if isinstance(item, Pull) else "issues"
-    site = f"{base.removesuffix('/api/v3')}/{repo.full_name}"
+    site = f"{_site(base)}/{repo.full_name}"
     return {
         "id": comment.id,
         "node_id": _node_id("IssueComment", comment.id),
@@ -1186,6 +1222,156 @@ def branch_json(base: str, repo: Repo, name: str, sha: str) -> Json:
         "protected": repo.is_protected(name),
         "protection_url": f"{url}/branches/{name}/protection",
     }
+
+
+# ---------------------------------------------------------------------------
+# deliveries
+#
+# Webhooks as GitHub sends them: the payload of something that happened on the fake,
+# and the signed bytes (docs.github.com, "Webhook events and payloads", "Validating
+# webhook deliveries"). A builder makes the thing happen on the fake as well.
+# ---------------------------------------------------------------------------
+
+
+def signed_delivery(
+    event: str, payload: Json, secret: str, guid: str, form: bool = False
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a delivery; ``form`` sends it as a form, and signs that."""
+    text = json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
+    body = text.encode()
+    kind = "application/json"
+    if form:
+        body = urllib.parse.urlencode({"payload": text}).encode()
+        kind = "application/x-www-form-urlencoded"
+    headers = {
+        "Content-Type": kind,
+        "User-Agent": "GitHub-Hookshot/0000000",
+        "X-GitHub-Event": event,
+        "X-GitHub-Delivery": guid,
+        "X-GitHub-Hook-ID": "100000001",
+        "X-GitHub-Hook-Installation-Target-Type": "repository",
+        "X-Hub-Signature": "sha1=" + _mac(secret, body, "sha1"),
+        "X-Hub-Signature-256": "sha256=" + _mac(secret, body, "sha256"),
+    }
+    return headers, body
+
+
+def _mac(secret: str, body: bytes, algorithm: str) -> str:
+    return hmac.new(secret.encode(), body, algorithm).hexdigest()
+
+
+def _payload(repo: Repo, action: str, sender: str, base: str) -> Json:
+    return {
+        "action": action,
+        "repository": repo_json(base, repo),
+        "sender": user_json(base, repo.accounts.user(sender)),
+    }
+
+
+def _known(repo: Repo, number: int) -> Issue:
+    item = repo.item(number)
+    if item is None:
+        raise ValueError(f"{repo.full_name} has no #{number}")
+    return item
+
+
+def item_payload(
+    repo: Repo, number: int, action: str, sender: str, label: str | None = None
+) -> Json:
+    """An `issues` delivery, or `pull_request` when the number is one.
+
+    ``labeled`` and ``unlabeled`` change the labels, ``closed`` and ``reopened`` the
+    state; a pull request's ``synchronize`` needs a commit made before."""
+    item = _known(repo, number)
+    item.updated_at = repo.accounts.clock()
+    if action == "labeled" and label and label not in item.labels:
+        item.labels.append(label)
+    if action == "unlabeled" and label in item.labels:
+        item.labels.remove(label)
+    if action in ("closed", "reopened"):
+        item.state = "closed" if action == "closed" else "open"
+        item.closed_at = item.updated_at if action == "closed" else None
+    base = repo.accounts.base
+    payload = _payload(repo, action, sender, base)
+    if isinstance(item, Pull):
+        payload["number"] = number
+        payload["pull_request"] = pull_detail_json(base, repo, item)
+    else:
+        payload["issue"] = issue_json(base, repo, item)
+    if label is not None:
+        payload["label"] = label_json(base, repo, label)
+    return payload
+
+
+def labeled_payload(repo: Repo, number: int, label: str, sender: str) -> Json:
+    """Somebody puts a label on an issue or pull request."""
+    return item_payload(repo, number, "labeled", sender, label)
+
+
+def pull_request_payload(
+    repo: Repo, number: int, action: str, sender: str, label: str | None = None
+) -> Json:
+    """A `pull_request` delivery (opened, synchronize, labeled, closed …)."""
+    if number not in repo.pulls:
+        raise ValueError(f"{repo.full_name}#{number} is no pull request")
+    return item_payload(repo, number, action, sender, label)
+
+
+def comment_payload(
+    repo: Repo,
+    number: int,
+    body: str,
+    sender: str,
+    association: str | None = None,
+    action: str = "created",
+) -> Json:
+    """An `issue_comment` delivery; the comment is on the issue from then on."""
+    item = _known(repo, number)
+    base = repo.accounts.base
+    comment = repo.add_comment(number, body, sender)
+    payload = _payload(repo, action, sender, base)
+    payload["issue"] = issue_json(base, repo, item)
+    payload["comment"] = comment_json(base, repo, comment)
+    if association is not None:
+        payload["comment"]["author_association"] = association
+    return payload
+
+
+def review_payload(
+    repo: Repo,
+    number: int,
+    state: str,
+    body: str | None,
+    sender: str,
+    association: str | None = None,
+) -> Json:
+    """A `pull_request_review` submitted: approved, changes_requested, commented."""
+    pull, base = repo.pulls[number], repo.accounts.base
+    shape = pull_json(base, repo, pull)
+    review_id = repo.accounts.new_id()
+    payload = _payload(repo, "submitted", sender, base)
+    payload["pull_request"] = shape
+    payload["review"] = {
+        "id": review_id,
+        "node_id": _node_id("PullRequestReview", review_id),
+        "user": payload["sender"],
+        "body": body,
+        "commit_id": pull.head_sha,
+        "submitted_at": iso_time(repo.accounts.clock()),
+        "state": state,
+        "html_url": f"{shape['html_url']}#pullrequestreview-{review_id}",
+        "pull_request_url": shape["url"],
+        "author_association": association or repo.association(sender),
+    }
+    return payload
+
+
+PAYLOADS: Mapping[str, Callable[..., Json]] = {
+    "issues": item_payload,
+    "pull_request": pull_request_payload,
+    "issue_comment": comment_payload,
+    "pull_request_review": review_payload,
+}
 
 
 # ---------------------------------------------------------------------------
@@ -1370,11 +1556,16 @@ def route(
     return register
 
 
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else default
+
+
 def paginated(call: Call, rows: Sequence[Json]) -> Reply:
     """One page of a list with GitHub's Link header (30 a page, at most 100)."""
     query = call.request.query
-    size = max(1, min(100, int(query.get("per_page") or 30)))
-    page = max(1, int(query.get("page") or 1))
+    size = max(1, min(100, _number(query, "per_page", 30)))
+    page = max(1, _number(query, "page", 1))
     last = max(1, math.ceil(len(rows) / size))
     targets = {"prev": page - 1, "next": page + 1, "last": last, "first": 1}
     if page == 1:
@@ -1787,15 +1978,22 @@ class FakeGitHub(FakeServer):
         default_branch: str = "main",
         private: bool = False,
         issues: Mapping[int, Mapping[str, Any]] | None = None,
+        collaborators: Mapping[str, str] | None = None,
+        protected: Sequence[str] = (),
     ) -> Repo:
         """Make a repository with one commit of ``files`` and these issues.
 
-        ``issues`` maps a number to the keyword arguments of `Repo.add_issue`."""
+        ``issues`` maps a number to the keyword arguments of `Repo.add_issue`,
+        ``collaborators`` a login to its permission."""
         repo = Repo(self.data.accounts, full_name, default_branch, private)
         self.data.repos[full_name] = repo
         repo.commit(default_branch, files or {"README.md": "# Sample\n"}, "Begin")
         for number, fields in (issues or {}).items():
             repo.add_issue(number, **fields)
+        for login, permission in (collaborators or {}).items():
+            repo.add_collaborator(login, permission)
+        for branch in protected:
+            repo.protect(branch)
         return repo
 
     def requests(self, method: str = "*", path_regex: str = "") -> list[Logged]:
@@ -1807,14 +2005,9 @@ class FakeGitHub(FakeServer):
         ]
 
     def answer(self, request: Request) -> Reply:
-        """Route to git, the control paths or the API."""
-        if request.path.startswith("/control/"):
-            return self._control(request)
+        """Route to git or the API."""
         git = _GIT_PATH.fullmatch(request.path)
-        try:
-            return self._git(request, git) if git else self._api(request)
-        except Refused as refusal:
-            return refusal.reply()
+        return self._git(request, git) if git else self._api(request)
 
     def error_reply(self, request: Request, status: int, message: str) -> Reply:
         """An ordered fault in GitHub's shape."""
@@ -1825,8 +2018,7 @@ class FakeGitHub(FakeServer):
         token = self.data.tokens.get(_credential(request))
         name = (token.name or token.login) if token else None
         row = Logged(self.clock(), request.method, request.path, reply.status, name)
-        if not request.path.startswith("/control/"):
-            self.log.append(row)
+        self.log.append(row)
 
     def _git(self, request: Request, match: re.Match[str]) -> Reply:
         token = self.data.token(_credential(request))
@@ -1846,7 +2038,9 @@ class FakeGitHub(FakeServer):
         ):
             text = f"Permission to {full_name}.git denied to {token.login}.\n"
             return Reply(403, text.encode(), plain)
-        scope = f"{token.kind} {token.permissions.get('workflows', 'none')}"
+        # The hook costs a Python start: it runs only where it could refuse.
+        hooked = repo.protected or not token.may("workflows", "write")
+        scope = f"{token.kind} {token.permissions.get('workflows')}" if hooked else ""
         operation = match["operation"]
         reply = serve_git(repo.git.path, operation, request, token.login, scope)
         if operation == "git-receive-pack":
@@ -1855,34 +2049,38 @@ class FakeGitHub(FakeServer):
         return reply
 
     def _api(self, request: Request) -> Reply:
-        path = request.path
-        prefix = "/api/v3" if path.startswith("/api/v3/") else ""
-        host = request.headers.get("host", f"{self.host}:{self.port}")
-        found, args = _find_route(request.method, path.removeprefix(prefix))
-        if found.needs == "app":
-            self._check_app(request)
-            token = None
-        else:
-            token = self._authenticate(request)
-        call = Call(self.data, request, f"http://{host}{prefix}", token, args)
+        token = self.data.token(_credential(request))
         with self.lock:
-            if token and "owner" in args:
-                _check_permission(call, token, found.needs)
-            reply = _with_etag(request, found.function(call))
+            try:
+                reply = _with_etag(request, self._called(request, token))
+            except Refused as refusal:
+                reply = refusal.reply()
             return self._count(token, reply)
 
-    def _authenticate(self, request: Request) -> Token:
-        credential = _credential(request)
-        if not credential:
-            raise Refused(401, "Must authenticate to access this API.")
-        token = self.data.token(credential)
-        if token is None:
-            raise Refused(401, "Bad credentials")
-        used = self.data.rate_used.get(token.value, 0)
-        if used >= self.data.rate_limit and request.path != "/rate_limit":
-            number = self.data.accounts.user(token.login).id
+    def _called(self, request: Request, token: Token | None) -> Reply:
+        prefix = "/api/v3" if request.path.startswith("/api/v3/") else ""
+        row, args = _find_route(request.method, request.path.removeprefix(prefix))
+        host = request.headers.get("host", f"{self.host}:{self.port}")
+        call = Call(self.data, request, f"http://{host}{prefix}", token, args)
+        if row.needs == "app":
+            self._check_app(request)
+        else:
+            self._admit(call, row.needs)
+        return row.function(call)
+
+    def _admit(self, call: Call, needs: str) -> None:
+        """Raise 401 without a valid token, 403 when its hour is used up, and what
+        `_check_permission` says."""
+        if call.token is None:
+            given = _credential(call.request)
+            anonymous = "Must authenticate to access this API."
+            raise Refused(401, "Bad credentials" if given else anonymous)
+        used = self.data.rate_used.get(call.token.value, 0)
+        if used >= self.data.rate_limit and call.request.path != "/rate_limit":
+            number = self.data.accounts.user(call.token.login).id
             raise Refused(403, f"API rate limit exceeded for user ID {number}.")
-        return token
+        if "owner" in call.args:
+            _check_permission(call, call.token, needs)
 
     def _check_app(self, request: Request) -> None:
         if self.data.app is None:
@@ -1895,9 +2093,10 @@ class FakeGitHub(FakeServer):
         free = reply.status == 304
         used = self.data.rate_used.get(key, 0) + (0 if free else 1)
         self.data.rate_used[key] = used
+        used = min(used, self.data.rate_limit)
         reply.headers |= {
             "X-RateLimit-Limit": str(self.data.rate_limit),
-            "X-RateLimit-Remaining": str(max(0, self.data.rate_limit - used)),
+            "X-RateLimit-Remaining": str(self.data.rate_limit - used),
             "X-RateLimit-Used": str(used),
             "X-RateLimit-Reset": str(_rate_reset(self.data)),
             "X-RateLimit-Resource": "core",
@@ -1907,22 +2106,19 @@ class FakeGitHub(FakeServer):
             reply.headers["X-OAuth-Scopes"] = "repo, workflow"
         return reply
 
-    def _control(self, request: Request) -> Reply:
-        """What a forge in a container is steered and looked into by."""
-        if request.path == "/control/repos" and request.method == "POST":
-            shape = request.json()
-            issues = {int(n): i for n, i in (shape.pop("issues", None) or {}).items()}
-            with self.lock:
-                repo = self.create_repo(**shape, issues=issues)
-            return json_reply(201, repo_json(self.url, repo))
-        if request.path == "/control/faults" and request.method == "POST":
-            self.fail_next(**request.json())
-            return Reply(204)
-        if request.path == "/control/log":
-            return json_reply(200, [row._asdict() for row in self.log])
-        if request.path == "/control/state":
-            return json_reply(200, {n: _state(r) for n, r in self.repos.items()})
-        return json_reply(404, {"message": "Not Found"})
+    def control(self, what: str, value: Any) -> object:
+        """How a forge in a container is steered and looked into."""
+        if what == "GET log":
+            return [row._asdict() for row in self.log]
+        if what == "GET state":
+            return {name: _state(repo) for name, repo in self.repos.items()}
+        if what == "POST repos":
+            issues = {int(n): i for n, i in value.pop("issues", {}).items()}
+            return repo_json(self.url, self.create_repo(**value, issues=issues))
+        if what == "POST payload":
+            builder, repo = PAYLOADS[value.pop("event")], self.repos[value.pop("repo")]
+            return builder(repo, **value)
+        raise LookupError(what)
 
 
 def _state(repo: Repo) -> Json:
@@ -1977,148 +2173,6 @@ def _with_etag(request: Request, reply: Reply) -> Reply:
 
 
 # ---------------------------------------------------------------------------
-# deliveries
-#
-# Webhooks as GitHub sends them: the payload of something that happened on the fake,
-# and the signed bytes (docs.github.com, "Webhook events and payloads", "Validating
-# webhook deliveries"). A builder makes the thing happen on the fake as well.
-# ---------------------------------------------------------------------------
-
-
-def signed_delivery(
-    event: str, payload: Json, secret: str, guid: str, form: bool = False
-) -> tuple[dict[str, str], bytes]:
-    """Headers and body of a delivery; ``form`` sends it as a form, and signs that."""
-    text = json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
-    body = text.encode()
-    kind = "application/json"
-    if form:
-        body = urllib.parse.urlencode({"payload": text}).encode()
-        kind = "application/x-www-form-urlencoded"
-    headers = {
-        "Content-Type": kind,
-        "User-Agent": "GitHub-Hookshot/0000000",
-        "X-GitHub-Event": event,
-        "X-GitHub-Delivery": guid,
-        "X-GitHub-Hook-ID": "100000001",
-        "X-GitHub-Hook-Installation-Target-Type": "repository",
-        "X-Hub-Signature": "sha1=" + _mac(secret, body, "sha1"),
-        "X-Hub-Signature-256": "sha256=" + _mac(secret, body, "sha256"),
-    }
-    return headers, body
-
-
-def _mac(secret: str, body: bytes, algorithm: str) -> str:
-    return hmac.new(secret.encode(), body, algorithm).hexdigest()
-
-
-def _payload(repo: Repo, action: str, sender: str, base: str) -> Json:
-    return {
-        "action": action,
-        "repository": repo_json(base, repo),
-        "sender": user_json(base, repo.accounts.user(sender)),
-    }
-
-
-def _known(repo: Repo, number: int) -> Issue:
-    item = repo.item(number)
-    if item is None:
-        raise ValueError(f"{repo.full_name} has no #{number}")
-    return item
-
-
-def item_payload(
-    repo: Repo, number: int, action: str, sender: str, label: str | None = None
-) -> Json:
-    """An `issues` delivery, or `pull_request` when the number is one.
-
-    ``labeled`` and ``unlabeled`` change the labels, ``closed`` and ``reopened`` the
-    state; a pull request's ``synchronize`` needs a commit made before."""
-    item = _known(repo, number)
-    item.updated_at = repo.accounts.clock()
-    if action == "labeled" and label and label not in item.labels:
-        item.labels.append(label)
-    if action == "unlabeled" and label in item.labels:
-        item.labels.remove(label)
-    if action in ("closed", "reopened"):
-        item.state = "closed" if action == "closed" else "open"
-        item.closed_at = item.updated_at if action == "closed" else None
-    base = repo.accounts.base
-    payload = _payload(repo, action, sender, base)
-    if isinstance(item, Pull):
-        payload["number"] = number
-        payload["pull_request"] = pull_detail_json(base, repo, item)
-    else:
-        payload["issue"] = issue_json(base, repo, item)
-    if label is not None:
-        payload["label"] = label_json(base, repo, label)
-    return payload
-
-
-def labeled_payload(repo: Repo, number: int, label: str, sender: str) -> Json:
-    """Somebody puts a label on an issue or pull request."""
-    return item_payload(repo, number, "labeled", sender, label)
-
-
-def pull_request_payload(
-    repo: Repo, number: int, action: str, sender: str, label: str | None = None
-) -> Json:
-    """A `pull_request` delivery (opened, synchronize, labeled, closed …)."""
-    if number not in repo.pulls:
-        raise ValueError(f"{repo.full_name}#{number} is no pull request")
-    return item_payload(repo, number, action, sender, label)
-
-
-def comment_payload(
-    repo: Repo,
-    number: int,
-    body: str,
-    sender: str,
-    association: str | None = None,
-    action: str = "created",
-) -> Json:
-    """An `issue_comment` delivery; the comment is on the issue from then on."""
-    item = _known(repo, number)
-    base = repo.accounts.base
-    comment = repo.add_comment(number, body, sender)
-    payload = _payload(repo, action, sender, base)
-    payload["issue"] = issue_json(base, repo, item)
-    payload["comment"] = comment_json(base, repo, comment)
-    if association is not None:
-        payload["comment"]["author_association"] = association
-    return payload
-
-
-def review_payload(
-    repo: Repo,
-    number: int,
-    state: str,
-    body: str | None,
-    sender: str,
-    association: str | None = None,
-) -> Json:
-    """A `pull_request_review` submitted: approved, changes_requested, commented."""
-    pull, base = repo.pulls[number], repo.accounts.base
-    shape = pull_json(base, repo, pull)
-    review_id = repo.accounts.new_id()
-    payload = _payload(repo, "submitted", sender, base)
-    payload["pull_request"] = shape
-    payload["review"] = {
-        "id": review_id,
-        "node_id": _node_id("PullRequestReview", review_id),
-        "user": payload["sender"],
-        "body": body,
-        "commit_id": pull.head_sha,
-        "submitted_at": iso_time(repo.accounts.clock()),
-        "state": state,
-        "html_url": f"{shape['html_url']}#pullrequestreview-{review_id}",
-        "pull_request_url": shape["url"],
-        "author_association": association or repo.association(sender),
-    }
-    return payload
-
-
-# ---------------------------------------------------------------------------
 # model scripts
 #
 # What the fake model says next is one pure function of the request: a script found by
@@ -2126,7 +2180,7 @@ def review_payload(
 # answers since that message points to. Nothing is remembered between requests.
 # ---------------------------------------------------------------------------
 
-_INLINE = "@@"
+_INLINE = "@@["
 
 
 @dataclass(frozen=True)
@@ -2223,14 +2277,16 @@ def parse_scripts(values: Iterable[object]) -> tuple[Script, ...]:
 
 
 def inline_steps(text: str) -> tuple[Step, ...] | None:
-    """The script written into a text as ``@@[…]``: the first one that is JSON."""
-    for found in re.finditer(re.escape(_INLINE) + r"(?=\[)", text):
-        try:
-            value, _ = json.JSONDecoder().raw_decode(text, found.end())
-        except ValueError:
-            continue
-        return tuple(parse_step(step) for step in value)
-    return None
+    """The script written into a text as ``@@[…]``: the last one that is JSON.
+
+    A script inside another one's strings, for a fork to come, is not looked at."""
+    steps, at = None, text.find(_INLINE)
+    while at >= 0:
+        end = at + len(_INLINE)
+        with contextlib.suppress(ValueError):
+            steps, end = json.JSONDecoder().raw_decode(text, end - 1)
+        at = text.find(_INLINE, end)
+    return None if steps is None else tuple(map(parse_step, steps))
 
 
 def decide(conversation: Conversation, scripts: Sequence[Script]) -> Step:
@@ -2619,9 +2675,7 @@ class FakeModel(FakeServer):
         self.scripts = parse_scripts(scripts)
 
     def answer(self, request: Request) -> Reply:
-        """Route to completions, the model list or the control paths."""
-        if request.path.startswith("/control/"):
-            return self._control(request)
+        """Route to completions or the model list."""
         if request.method == "GET" and request.path == "/v1/models":
             return self._list_models(request)
         for style in STYLES:
@@ -2723,16 +2777,14 @@ class FakeModel(FakeServer):
         while not (self.stopping.wait(0.02) or row.gone):
             row.gone = request.client_left()
 
-    def _control(self, request: Request) -> Reply:
-        if request.path == "/control/log":
-            return json_reply(200, [asdict(row) for row in self.log])
-        if request.path == "/control/scripts" and request.method == "POST":
-            try:
-                self.set_scripts(json.loads(request.body))
-            except (ValueError, TypeError, KeyError) as error:
-                return json_reply(400, {"message": str(error)})
-            return Reply(204)
-        return json_reply(404, {"message": "Not Found"})
+    def control(self, what: str, value: Any) -> object:
+        """How a model in a container is steered and looked into."""
+        if what == "GET log":
+            return [asdict(row) for row in self.log]
+        if what != "POST scripts":
+            raise LookupError(what)
+        self.set_scripts(value)
+        return None
 
 
 def _style_of(request: Request) -> Style:
@@ -2762,7 +2814,7 @@ class ScriptedAgent:
     """A tiny stand-in for pi. It is ours, and only the demo and tests start it.
 
     It runs nothing but scripts that we wrote: the model it talks to is the fake one.
-    It takes the flags that the runner passes to pi, reads the prompt from stdin and
+    It takes the flags that the runner gives pi, reads the prompt from stdin and
     models.json from $PI_CODING_AGENT_DIR, speaks openai-completions, runs the tool
     ``bash``, and prints pi's JSON-mode events. A provider's error ends the transcript
     with stop reason "error" and exit code 0, as pi's does."""
@@ -2770,17 +2822,14 @@ class ScriptedAgent:
     model: str
     base_url: str
     api_key: str
-    system: str
-    messages: list[Json] = field(default_factory=list)
+    messages: list[Json]
 
-    def run(self, prompt: str) -> int:
-        """Talk until the model stops asking for tools; 0 as pi in JSON mode."""
-        self.messages = [{"role": "system", "content": self.system}]
-        self.messages.append({"role": "user", "content": prompt})
+    def run(self) -> int:
+        """Talk until the model asks for no more tools; 0, as pi in JSON mode."""
         _emit("session", version=3, id=secrets.token_hex(8), cwd=str(Path.cwd()))
         _emit("agent_start")
         while self._turn():
-            pass
+            _emit("turn_end")
         _emit("agent_settled", aborted=False)
         return 0
 
@@ -2789,46 +2838,35 @@ class ScriptedAgent:
         _emit("turn_start")
         try:
             reply = self._ask()
+        except urllib.error.HTTPError as error:
+            _emit_failure(f"{error.code}: {error.read().decode(errors='replace')}")
+            return False
         except (OSError, ValueError) as error:
-            _emit("message_end", message=_failed_message(error))
+            _emit_failure(str(error))
             return False
         choice = reply["choices"][0]
         self.messages.append(choice["message"])
-        _emit("message_end", message=_assistant_message(choice, reply["usage"]))
+        _emit("message_end", message=_pi_message(choice, reply["usage"]))
         calls = choice["message"].get("tool_calls", [])
         for call in calls:
-            self._run_tool(call)
-        _emit("turn_end")
+            self._run_tool(call["id"], **call["function"])
         return bool(calls)
 
     def _ask(self) -> Json:
-        body = {"model": self.model, "messages": self.messages, "stream": False}
-        request = urllib.request.Request(
-            f"{self.base_url}/chat/completions",
-            data=json.dumps(body).encode(),
-            headers={
-                "Authorization": f"Bearer {self.api_key}",
-                "Content-Type": "application/json",
-            },
-        )
+        body = {"model": self.model, "messages": self.messages}
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        url = f"{self.base_url}/chat/completions"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(request) as answer:
-            value = json.load(answer)
-        return dict(value)
+            return dict(json.load(answer))
 
-    def _run_tool(self, call: Json) -> None:
-        name, number = call["function"]["name"], call["id"]
-        args = json.loads(call["function"]["arguments"])
-        _emit("tool_execution_start", toolCallId=number, toolName=name, args=args)
+    def _run_tool(self, number: str, name: str, arguments: str) -> None:
+        args, tool = json.loads(arguments), {"toolCallId": number, "toolName": name}
+        _emit("tool_execution_start", **tool, args=args)
         text, failed = _bash(args) if name == "bash" else (f"no tool {name}", True)
         result = {"content": [{"type": "text", "text": text}]}
-        _emit(
-            "tool_execution_end",
-            toolCallId=number,
-            toolName=name,
-            result=result,
-            isError=failed,
-        )
+        _emit("tool_execution_end", **tool, result=result, isError=failed)
         self.messages.append({"role": "tool", "tool_call_id": number, "content": text})
 
 
@@ -2836,11 +2874,16 @@ def _emit(kind: str, **fields: object) -> None:
     print(json.dumps({"type": kind, **fields}), flush=True)
 
 
-def _assistant_message(choice: Json, usage: Json) -> Json:
+def _emit_failure(text: str) -> None:
+    message = {"role": "assistant", "content": [], "stopReason": "error"}
+    _emit("message_end", message=message | {"errorMessage": text})
+
+
+def _pi_message(choice: Json, usage: Json) -> Json:
     """An assistant message as pi shows it, from an OpenAI choice."""
-    cached = usage["prompt_tokens_details"]
-    read, write = cached["cached_tokens"], cached["cache_write_tokens"]
-    stops = {"tool_calls": "toolUse"}
+    cache = usage["prompt_tokens_details"]
+    read, write = cache["cached_tokens"], cache["cache_write_tokens"]
+    stop = choice["finish_reason"]
     return {
         "role": "assistant",
         "content": [{"type": "text", "text": choice["message"]["content"] or ""}],
@@ -2851,20 +2894,12 @@ def _assistant_message(choice: Json, usage: Json) -> Json:
             "cacheWrite": write,
             "totalTokens": usage["total_tokens"],
         },
-        "stopReason": stops.get(choice["finish_reason"], choice["finish_reason"]),
+        "stopReason": "toolUse" if stop == "tool_calls" else stop,
     }
 
 
-def _failed_message(error: Exception) -> Json:
-    text = str(error)
-    if isinstance(error, urllib.error.HTTPError):
-        text = f"{error.code} {error.read().decode(errors='replace')}"
-    message = {"role": "assistant", "content": [], "stopReason": "error"}
-    return message | {"errorMessage": text}
-
-
 def _bash(args: Json) -> tuple[str, bool]:
-    """Run a command line that one of our scripts gave; its output, and if it failed."""
+    """Run a command line that one of our scripts gave: its output, and if it failed."""
     process = subprocess.Popen(
         ["bash", "-c", args["command"]],
         stdin=subprocess.DEVNULL,
@@ -2874,32 +2909,35 @@ def _bash(args: Json) -> tuple[str, bool]:
     )
     try:
         output, _ = process.communicate(timeout=args.get("timeout", _BASH_TIMEOUT))
-        text = output.decode(errors="replace") or "(no output)"
+        return output.decode(errors="replace") or "(no output)", process.returncode != 0
     except subprocess.TimeoutExpired:
-        text = "Command timed out"
+        return "Command timed out", True
     finally:
         # Whatever ends us (SIGTERM included) takes the command's children along.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    return text, process.wait() != 0
 
 
 def agent_main(options: argparse.Namespace) -> int:
     """Start the agent from pi's command line."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    folder = Path(os.environ["PI_CODING_AGENT_DIR"])
-    providers = json.loads((folder / "models.json").read_text())["providers"]
-    provider, _, model = options.model.partition("/")
-    if provider not in providers:
-        print(f"unknown provider {provider}", file=sys.stderr)
-        return 1
-    agent = ScriptedAgent(
-        model=model,
-        base_url=providers[provider]["baseUrl"].rstrip("/"),
-        api_key=providers[provider]["apiKey"],
-        system="\n\n".join(options.append_system_prompt),
-    )
-    return agent.run(sys.stdin.read())
+    models = Path(os.environ["PI_CODING_AGENT_DIR"], "models.json")
+    name, _, model = options.model.partition("/")
+    provider = json.loads(models.read_text())["providers"][name]
+    system = [_text_or_file(value) for value in options.append_system_prompt]
+    messages = [
+        {"role": "system", "content": "\n\n".join(system)},
+        {"role": "user", "content": sys.stdin.read()},
+    ]
+    url = provider["baseUrl"].rstrip("/")
+    return ScriptedAgent(model, url, provider["apiKey"], messages).run()
+
+
+def _text_or_file(value: str) -> str:
+    """What pi makes of a prompt flag: the file of that name, else the text itself."""
+    with contextlib.suppress(OSError, ValueError):
+        return Path(value).read_text()
+    return value
 
 
 # ---------------------------------------------------------------------------
@@ -2936,8 +2974,10 @@ def forge_main(options: argparse.Namespace) -> int:
 
 
 def model_main(options: argparse.Namespace) -> int:
-    """Serve a FakeModel; scripts are set through POST /control/scripts."""
-    return _serve(FakeModel(key=_secret(options), host=options.host, port=options.port))
+    """Serve a FakeModel; scripts come from a file or through POST /control/scripts."""
+    scripts = json.loads(options.scripts.read_text()) if options.scripts else ()
+    secret = _secret(options)
+    return _serve(FakeModel(scripts, secret, host=options.host, port=options.port))
 
 
 def _server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -2947,14 +2987,9 @@ def _server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _agent_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of pi that the runner uses; those without effect here are read too."""
+    """The two flags of pi that matter here; the others are taken and without effect."""
     parser.add_argument("--model", required=True)
     parser.add_argument("--append-system-prompt", action="append", default=[])
-    for ignored in ("--mode", "--skill", "-e", "--exclude-tools", "--thinking"):
-        parser.add_argument(ignored, action="append")
-    for ignored in ("-p", "--no-approve", "--no-extensions", "--no-skills"):
-        parser.add_argument(ignored, action="store_true")
-    parser.add_argument("--no-session", action="store_true")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -2967,21 +3002,439 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forge.set_defaults(run=forge_main)
     model = commands.add_parser("model", help="serve the fake model provider")
     _server_arguments(model)
+    model.add_argument("--scripts", type=Path)
     model.set_defaults(run=model_main)
-    agent = commands.add_parser("agent", help="stand in for pi (pi's flags)")
+    # No abbreviations: `--mode` would be taken for the start of `--model`.
+    agent = commands.add_parser(
+        "agent", help="stand in for pi (pi's flags)", allow_abbrev=False
+    )
     _agent_arguments(agent)
     agent.set_defaults(run=agent_main)
     hook = commands.add_parser("hook", help="git's proc-receive hook")
     hook.set_defaults(run=lambda options: push_hook())
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    # pi keeps flags that it does not know for its extensions; a server does not.
+    if unknown and options.run is not agent_main:
+        parser.error(f"unknown: {' '.join(unknown)}")
     return int(options.run(options))
 
 
 # ---------------------------------------------------------------------------
 # demo
 #
-# The orchestration behind `pidispatch demo`, built on everything above.
+# The orchestration behind `pidispatch demo`, built on everything above: the real
+# service, one signed delivery, two replicas. With a container engine and the job
+# image the boxes are real; else our scripted agent runs as a plain process.
 # ---------------------------------------------------------------------------
+
+_DEMO_REPO = "demo/greeter"
+_DEMO_KEY = "demo-model-key"
+_DEMO_TOKEN = "demo-forge-token"
+_DEMO_SECRET = "demo-webhook-secret"
+_DEMO_MODEL = "demo/fake-1"
+_DEMO_SECONDS = 55.0
+_MODEL_PORT = 8080
+_GATE_IN_BOX = b"http://gate:8080"
+_HOST_FROM_GATE = b"host.docker.internal"
+
+_GREETER = """\
+def greet(name):
+    return "Hello, " + name.strip() + "!"
+"""
+
+_GREETER_TEST = """\
+from greeter import greet
+
+
+def test_a_name_is_greeted():
+    assert greet("Ada") == "Hello, Ada!"
+"""
+
+_ISSUE = {
+    "title": "greet() fails when nobody is named",
+    "body": "`greet(None)` raises AttributeError. It should greet the world.",
+}
+
+#: What the scripted model does on each replica's branch: two honest solutions.
+_SOLUTIONS = {
+    1: (
+        "Greet the world when no name is given",
+        "def greet(name=None):\n"
+        '    return "Hello, " + (name or "world").strip() + "!"\n',
+    ),
+    2: (
+        "Handle a missing name before greeting",
+        "def greet(name=None):\n    if not name or not name.strip():\n"
+        '        name = "world"\n    return f"Hello, {name.strip()}!"\n',
+    ),
+}
+
+
+def _solve(replica: int) -> Json:
+    """The script of one replica: edit, commit, write the request, say so."""
+    title, code = _SOLUTIONS[replica]
+    marker = f"[r{replica}/2] "
+    command = (
+        f"cat > greeter.py <<'EOF'\n{code}EOF\n"
+        f"git commit -qam '{title}'\n"
+        f"printf '%s\\n\\n%s\\n' '{marker}{title}' 'Fixes the missing name.' "
+        "> ${PI_OUTBOX:-/outbox}/review-request.md\n"
+        f"printf '%s\\n' 'Done: {title}.' > ${{PI_OUTBOX:-/outbox}}/comment.md"
+    )
+    return {
+        "match": f"checked out as pi/issue-7-r{replica}",
+        "steps": [
+            {"tools": [{"name": "bash", "args": {"command": command}}]},
+            {"text": f"Done: {title}."},
+        ],
+    }
+
+
+class ProcessBox:
+    """A box without an engine: our gate and runner as processes of this user.
+
+    Only the demo uses it, and the agent in it is ours: nothing is isolated."""
+
+    def __init__(self, spec: pidispatch.BoxSpec, root: Path) -> None:
+        self.spec, self.root = spec, root
+        for name in ("job", "workspace", "outbox", "home"):
+            (root / name).mkdir(parents=True)
+        self._gate_log = (root / "gate.log").open("w+")
+        line = spec.gate_line.replace(_HOST_FROM_GATE, b"127.0.0.1")
+        image = Path(str(pidispatch_module().resource("image")))
+        self._image = image
+        self._gate = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                str(image / "gate.py"),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                "0",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=self._gate_log,
+        )
+        assert self._gate.stdin
+        self._gate.stdin.write(line + b"\n")
+        self._gate.stdin.flush()
+
+    def _gate_port(self) -> int:
+        """The port from the gate's first line, once it is written."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            first = (self.root / "gate.log").read_text().partition("\n")
+            if first[1]:
+                return int(json.loads(first[0])["port"])
+            time.sleep(0.02)
+        raise RuntimeError("the gate did not start")
+
+    def start(self, inputs: Mapping[str, bytes | Path]) -> None:
+        """Lay out /job under our own root and start the runner."""
+        here = f"http://127.0.0.1:{self._gate_port()}".encode()
+        for name, content in inputs.items():
+            path = self.root / "job" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            if name == "job.json":
+                data = data.replace(_GATE_IN_BOX, here)
+                data = data.replace(_HOST_FROM_GATE, b"127.0.0.1")
+            path.write_bytes(data)
+        rules = self.root / "rules"
+        rules.mkdir()
+        (rules / "HARD_RULES.md").write_text(pidispatch_module().hard_rules())
+        self._log = (self.root / "runner.log").open("w")
+        self._runner = subprocess.Popen(
+            self._command(), env=self._environment(), stdout=self._log
+        )
+
+    def _command(self) -> list[str]:
+        agent = f"{shlex.quote(sys.executable)} {shlex.quote(__file__)} agent"
+        command = [sys.executable, "-I", str(self._image / "runner.py"), "--pi", agent]
+        for name in ("job", "workspace", "outbox", "home", "rules"):
+            command += [f"--{name}", str(self.root / name)]
+        return command
+
+    def _environment(self) -> dict[str, str]:
+        home = str(self.root / "home")
+        return {
+            **self.spec.environment,
+            "HOME": home,
+            "PATH": os.environ.get("PATH", os.defpath),
+            "PI_CODING_AGENT_DIR": f"{home}/.pi/agent",
+            "PI_OUTBOX": str(self.root / "outbox"),
+        }
+
+    def wait(self, seconds: int) -> bool:
+        """Whether the runner ended within that time."""
+        try:
+            self._runner.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """TERM, ten seconds, KILL."""
+        self._runner.terminate()
+        if not self.wait(10):
+            self._runner.kill()
+            self._runner.wait()
+
+    def collect(self, into: Path) -> pidispatch.BoxExit:
+        """What the engine's box reads from containers, read from files."""
+        module = pidispatch_module()
+        outbox = self.root / "outbox"
+        gate_lines = (self.root / "gate.log").read_text().splitlines()
+        tokens, forks, spent = module.meter_of(gate_lines)
+        bundle = outbox / "branch.bundle"
+        if bundle.is_file():
+            module.write_private(into / bundle.name, bundle.read_bytes())
+        texts = [
+            (outbox / name).read_text() if (outbox / name).is_file() else None
+            for name in ("review-request.md", "comment.md")
+        ]
+        ended: pidispatch.BoxExit = module.BoxExit(
+            code=self._runner.returncode,
+            result=module.result_of((self.root / "runner.log").read_text().split("\n")),
+            tokens=tokens,
+            forks=forks,
+            budget_spent=spent,
+            bundle=into / bundle.name if bundle.is_file() else None,
+            review_request=texts[0],
+            comment=texts[1],
+        )
+        return ended
+
+    def remove(self) -> None:
+        """End the gate and remove the files."""
+        self._gate.terminate()
+        self._gate.wait()
+        for stream in (self._gate.stdin, self._gate_log, getattr(self, "_log", None)):
+            if stream:
+                stream.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+class ProcessEngine:
+    """An engine without containers: every image exists and claims the demo's needs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def image(self, tag: str) -> pidispatch.Image | None:
+        module = pidispatch_module()
+        labels = {module.LABEL + "capabilities": "replicas,gate"}
+        image: pidispatch.Image = module.Image(
+            tag, tag, labels, os.getuid(), os.getgid()
+        )
+        return image
+
+    def catalogue(self, image: pidispatch.Image) -> Mapping[str, Any]:
+        return {}
+
+    def open(self, spec: pidispatch.BoxSpec) -> pidispatch.Box:
+        return ProcessBox(spec, self.root / f"{spec.job}.{spec.attempt}")
+
+    def adopt(self, job: str) -> pidispatch.Box | None:
+        return None
+
+    def sweep(self, keep: frozenset[str]) -> int:
+        return 0
+
+
+def pidispatch_module() -> Any:
+    """The tool itself, imported late: the fakes also run where it is not installed."""
+    import pidispatch
+
+    return pidispatch
+
+
+@dataclass
+class DemoJob:
+    """One replica's end as the demo shows it."""
+
+    id: str
+    replica: int | None
+    replicas: int | None
+    outcome: str
+    reason: str | None
+    branch: str | None
+    request: Json | None
+
+
+def run_demo(as_json: bool = False) -> int:
+    """The whole path on fakes; prints both diffs, or JSON. 0 when all completed."""
+    began = time.monotonic()
+    module = pidispatch_module()
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pi-demo-")))
+        forge = stack.enter_context(FakeGitHub([Token(_DEMO_TOKEN, "operator")]))
+        repo = forge.create_repo(
+            _DEMO_REPO,
+            {"greeter.py": _GREETER, "test_greeter.py": _GREETER_TEST},
+            issues={7: _ISSUE},
+        )
+        repo.add_collaborator("maintainer", "write")
+        settings = _demo_settings(module, root, forge)
+        engine, settings = _demo_engine(module, settings, root, stack)
+        box = "docker" if isinstance(engine, module.DockerEngine) else "process"
+        if not as_json:
+            print(_DEMO_BOX[box])
+        jobs = _demo_run(module, settings, engine, forge, repo, stack)
+        seconds = round(time.monotonic() - began, 1)
+        if as_json:
+            rows = [asdict(job) for job in jobs]
+            print(json.dumps({"box": box, "jobs": rows, "seconds": seconds}, indent=2))
+        else:
+            _print_demo(jobs, repo, seconds)
+    return 0 if all(job.outcome == "completed" for job in jobs) else 1
+
+
+_DEMO_BOX = {
+    "docker": "box: docker (real containers and real pi; the model is scripted)",
+    "process": "box: process (no engine or no job image: our scripted agent runs as "
+    "a plain process, without isolation)",
+}
+
+
+def _demo_settings(module: Any, root: Path, forge: FakeGitHub) -> Any:
+    rules = [
+        {
+            "on": {"type": "label", "any": ["pi:urgent"]},
+            "run": {"kind": "github", "flow": "fix-issue", "replicas": 2},
+        }
+    ]
+    path = root / "triggers.json"
+    path.write_text(json.dumps({"triggers": rules}))
+    image = os.environ.get("PI_JOB_IMAGE", "pi-job:latest")
+    return module.Settings(
+        db=root / "pidispatch.db",
+        state_dir=root / "state",
+        triggers_file=path,
+        job_image=image,
+        gate_image=image,
+        bind="127.0.0.1",
+        port=0,
+        webhook_secret=(_DEMO_SECRET,),
+        github_pat=_DEMO_TOKEN,
+        github_api_url=f"{forge.url}/api/v3",
+        provider="demo",
+        model="fake-1",
+        keys={"demo": _DEMO_KEY},
+    )
+
+
+def _with_model(module: Any, settings: Any, url: str, **more: Any) -> Any:
+    row = {"id": "fake-1", "contextWindow": 200_000, "maxTokens": 8_000}
+    row |= {"cost": {"input": 3, "output": 15, "cacheRead": 0.3, "cacheWrite": 3.75}}
+    provider = module.Provider(
+        "demo", f"{url}/v1", "openai-completions", "DEMO_KEY", models=(row,)
+    )
+    return replace(settings, providers={"demo": provider}, **more)
+
+
+def _demo_engine(
+    module: Any, settings: Any, root: Path, stack: contextlib.ExitStack
+) -> tuple[Any, Any]:
+    """A Docker engine with the job image and a model container, else processes."""
+    scripts = [_solve(1), _solve(2)]
+    # an instance of its own, which the service's sweep at its start does not touch
+    engine = module.DockerEngine(settings, "demo-" + secrets.token_hex(4))
+    try:
+        image = engine.image(settings.job_image)
+    except module.PidispatchError:
+        image = None
+    if image is None or not {"gate", "replicas"} <= image.capabilities:
+        model = stack.enter_context(FakeModel(scripts, key=_DEMO_KEY))
+        settings = _with_model(module, settings, model.url)
+        return ProcessEngine(root / "boxes"), settings
+    name = "pi-demo-model-" + secrets.token_hex(4)
+    stack.callback(engine.sweep, frozenset())
+    _start_model_container(engine, image, name, scripts)
+    url = f"http://{name}:{_MODEL_PORT}"
+    settings = _with_model(module, settings, url, gate_network=name)
+    return module.DockerEngine(settings, engine.instance + "-jobs"), settings
+
+
+def _start_model_container(
+    engine: Any, image: Any, name: str, scripts: Sequence[Json]
+) -> None:
+    """The fake model in a container of its own, on a network for gates only."""
+    labels = engine.labels("demo-model", 0, "demo")
+    engine.create_job_network(name, labels)
+    api = engine.api
+    files = {
+        "demo.py": Path(__file__).read_bytes(),
+        "scripts.json": json.dumps(scripts).encode(),
+    }
+    api.create_container(
+        image.id,
+        name=name,
+        entrypoint=["python3", "/job/demo.py", "model", "--secret", "env"],
+        command=[
+            "--host",
+            "0.0.0.0",
+            "--port",
+            str(_MODEL_PORT),
+            "--scripts",
+            "/job/scripts.json",
+        ],
+        environment={_SECRET_VARIABLE: _DEMO_KEY},
+        labels=labels,
+        volumes=["/job"],
+        host_config=api.create_host_config(network_mode=name, init=True),
+    )
+    with pidispatch_module().tar_of(files) as tar:
+        api.put_archive(name, "/job", tar)
+    api.start(name)
+
+
+def _demo_run(
+    module: Any,
+    settings: Any,
+    engine: Any,
+    forge: FakeGitHub,
+    repo: Repo,
+    stack: contextlib.ExitStack,
+) -> list[DemoJob]:
+    """Serve, send the one delivery, and wait until both replicas are published."""
+    service = module.Service(settings, settings.triggers_file, engine=engine)
+    service.start()
+    stack.callback(service.stop, end_jobs=True)
+    payload = labeled_payload(repo, 7, "pi:urgent", "maintainer")
+    guid = "demo-" + secrets.token_hex(6)
+    headers, body = signed_delivery("issues", payload, _DEMO_SECRET, guid)
+    url = f"http://127.0.0.1:{service.edge.port}/github"
+    request = urllib.request.Request(url, body, headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        ids = json.load(answer)["jobs"]
+    deadline = time.monotonic() + _DEMO_SECONDS
+    while time.monotonic() < deadline:
+        runs = [service.store.run(job)[0] for job in ids]
+        if all(run.state in ("completed", "policy", "failed") for run in runs):
+            break
+        time.sleep(0.1)
+    return [_demo_job(module, service.store.run(job)[0]) for job in ids]
+
+
+def _demo_job(module: Any, run: Any) -> DemoJob:
+    branch = module.branch_name(7, run.replica)
+    link = {"title": run.request.title, "url": run.request.url} if run.request else None
+    return DemoJob(
+        run.id, run.replica, run.replicas, run.state, run.reason, branch, link
+    )
+
+
+def _print_demo(jobs: Sequence[DemoJob], repo: Repo, seconds: float) -> None:
+    print(f"one delivery, {len(jobs)} replicas, {seconds} s\n")
+    for job in jobs:
+        print(f"{job.id}: {job.outcome} {job.reason or ''}".rstrip())
+        if job.request:
+            print(f"  review request: {job.request['title']}\n")
+            base, head = repo.default_branch, job.branch
+            print(repo.git.git("diff", f"{base}...{head}"))
+    print("A person compares, picks one, and merges it. pidispatch never does.")
 
 
 if __name__ == "__main__":

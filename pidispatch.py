@@ -6845,8 +6845,6 @@ class TriggersFile:
 
 def judge(rules: Sequence[Rule], event: Event, own: str | None) -> Match | Drop:
     """What an event would start if its actor may: match first, then `self`."""
-    if event.fault is not None:
-        return Drop(event.fault)
     found = match_event(rules, event)
     if isinstance(found, Drop):
         return found
@@ -7051,10 +7049,12 @@ class Inbox:
 
     def turn(self) -> None:
         """Start resolving whatever is due and fits."""
+        # one that ends while we read is in the rows as it was: it is skipped too
+        held = frozenset(self._busy)
         for delivery, match, attempts in self._due():
             kind = delivery.event.forge
-            busy = list(self._busy.values()).count(kind) >= self.AT_ONCE
-            if busy or delivery.id in self._busy or self._stopped:
+            full = list(self._busy.values()).count(kind) >= self.AT_ONCE
+            if full or delivery.id in held or self._stopped:
                 continue
             self._busy[delivery.id] = kind
             threading.Thread(
@@ -7158,6 +7158,8 @@ _MEDIA_TYPES = ("application/json", FORM_TYPE)
 class Edge:
     """The public HTTP/1.1 receiver: one thread a connection, everything bounded.
 
+    Threads are kept for the next connection, and with them what each holds open.
+
     Only sockets of the standard library: what http.server adds (it folds `//`,
     mends broken headers, has per-read timeouts and writes an answer in several
     sends) is what a public edge must not have.
@@ -7167,9 +7169,11 @@ class Edge:
         self, intake: Intake, host: str, port: int, limits: EdgeLimits | None = None
     ) -> None:
         import socket
+        from concurrent.futures import ThreadPoolExecutor
 
         self.intake = intake
         self.limits = limits or EdgeLimits()
+        self._pool = ThreadPoolExecutor(self.limits.threads, "edge")
         self.routes = {f"/{kind}": Route("POST", kind) for kind in intake.forges}
         if "github" in intake.forges:
             self.routes["/"] = Route("POST", "github")
@@ -7177,7 +7181,7 @@ class Edge:
         self.larges = threading.BoundedSemaphore(self.limits.larges)
         self.closing = False
         self.idle: set[socket.socket] = set()
-        self._open = 0
+        self._open: set[socket.socket] = set()
         self._change = threading.Condition()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server(
@@ -7193,37 +7197,45 @@ class Edge:
     def stop(self, patience: float = 5.0) -> None:
         """Accept no more; let requests in progress end, up to `patience` seconds."""
         self.closing = True
+        _hang_up(self._listener)  # wakes accept() on Linux; elsewhere its timeout does
         if self._thread.is_alive():
             self._thread.join()
         self._listener.close()
         for waiting in tuple(self.idle):
             _hang_up(waiting)
         with self._change:
-            self._change.wait_for(lambda: self._open == 0, patience)
+            self._change.wait_for(lambda: not self._open, patience)
+            for late in self._open:
+                _hang_up(late)
+        self._pool.shutdown()
 
     def _accept(self) -> None:
         while not self.closing:
             with self._change:
-                free = self._change.wait_for(
-                    lambda: self._open < self.limits.threads, timeout=0.5
-                )
+                if self._full() and self.idle:
+                    _hang_up(next(iter(self.idle)))
+                free = self._change.wait_for(lambda: not self._full(), timeout=0.5)
             try:
                 if free:
-                    self._serve(self._listener.accept()[0])
+                    self._take(self._listener.accept()[0])
             except TimeoutError:
                 continue
-            except (OSError, RuntimeError) as error:
-                _log("edge-failed", logging.ERROR, error=error)
-                time.sleep(0.05)
+            except OSError as error:
+                if not self.closing:
+                    _log("edge-failed", logging.ERROR, error=error)
+                    time.sleep(0.05)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _full(self) -> bool:
+        return len(self._open) >= self.limits.threads
+
+    def _take(self, sock: socket.socket) -> None:
         with self._change:
-            self._open += 1
+            self._open.add(sock)
         try:
-            threading.Thread(target=self._converse, args=(sock,), daemon=True).start()
-        except RuntimeError:
+            self._pool.submit(self._converse, sock)
+        except RuntimeError as error:  # the system gives no more threads
+            _log("edge-failed", logging.ERROR, error=error)
             self._gone(sock)
-            raise
 
     def _converse(self, sock: socket.socket) -> None:
         try:
@@ -7238,7 +7250,7 @@ class Edge:
     def _gone(self, sock: socket.socket) -> None:
         sock.close()
         with self._change:
-            self._open -= 1
+            self._open.discard(sock)
             self._change.notify_all()
 
 
@@ -7307,6 +7319,8 @@ class _Connection:
         close = answer.status >= 400 or not lasting or bool(bodied)
         close = close or self.edge.closing
         self._send(answer, close=close)
+        if close and self.buffer:
+            self._linger()
         return not close
 
     # --- reading
@@ -7339,7 +7353,10 @@ class _Connection:
     def _head(self) -> tuple[Route, Mapping[str, str], bool]:
         """The route, the headers, and whether the connection may be kept."""
         try:
-            line = self._line(self.limits.line, 414)
+            # one empty line before a request is forgiven (RFC 9112, 2.2)
+            line = self._line(self.limits.line, 414) or self._line(
+                self.limits.line, 414
+            )
         except _Stop as stop:
             if stop.status == 414:
                 self._known_method(bytes(self.buffer[:16]))

@@ -4138,6 +4138,7 @@ class BoxExit(msgspec.Struct, frozen=True, kw_only=True):
     bundle: Path | None = None
     review_request: str | None = None
     comment: str | None = None
+    outbox_refused: bool = False
 
 
 class Box(Protocol):
@@ -4681,33 +4682,44 @@ class DockerBox:
     def collect(self, into: Path) -> BoxExit:
         """Read the exit, the meter and the outbox; `into` gets the bundle.
 
-        An outbox entry that is not a plain file of a sane size raises `Refused`.
+        An outbox entry that is not a plain file of a sane size spoils the outbox,
+        never the meter: what was paid is counted whatever the box did.
         """
-        api = self.engine.api
-        state = api.inspect_container(self.name)["State"]
-        lines = self._lines(self.name)
+        state = self.engine.api.inspect_container(self.name)["State"]
         tokens, forks, spent = meter_of(self._lines(self.gate))
-        bundle = self.engine.read_file(
-            self.name, "/outbox/branch.bundle", BUNDLE_MAX_BYTES
-        )
-        path = into / "branch.bundle"
-        if bundle is not None:
-            write_private(path, bundle)
-        return BoxExit(
+        ended = BoxExit(
             code=state["ExitCode"],
             oom=bool(state.get("OOMKilled")) and state["ExitCode"] != 0,
-            result=result_of(lines),
+            result=result_of(self._lines(self.name)),
             tokens=tokens,
             forks=forks,
             budget_spent=spent,
-            bundle=path if bundle is not None else None,
-            review_request=self._text("review-request.md"),
-            comment=self._text("comment.md"),
         )
+        try:
+            outbox = self._outbox(into)
+        except Refused as refusal:
+            log.warning("outbox-refused %s: %s", self.job, refusal)
+            outbox = {"outbox_refused": True}
+        return msgspec.structs.replace(ended, **outbox)
 
-    def _text(self, name: str) -> str | None:
-        content = self.engine.read_file(self.name, f"/outbox/{name}", TEXT_MAX_BYTES)
-        return content.decode("utf-8", "replace") if content is not None else None
+    def _outbox(self, into: Path) -> dict[str, Any]:
+        bundle = self._read("branch.bundle", BUNDLE_MAX_BYTES)
+        path = into / "branch.bundle"
+        if bundle is not None:
+            write_private(path, bundle)
+        texts = {
+            name: content.decode("utf-8", "replace") if content is not None else None
+            for name in ("review-request", "comment")
+            for content in (self._read(f"{name}.md", TEXT_MAX_BYTES),)
+        }
+        return {
+            "bundle": path if bundle is not None else None,
+            "review_request": texts["review-request"],
+            "comment": texts["comment"],
+        }
+
+    def _read(self, name: str, limit: int) -> bytes | None:
+        return self.engine.read_file(self.name, f"/outbox/{name}", limit)
 
     def _lines(self, container: str) -> list[str]:
         import docker
@@ -5867,6 +5879,8 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
         return Verdict("policy", "token-budget")
     if ended.oom:
         return Verdict("policy", "oom-killed")
+    if ended.outbox_refused:
+        return Verdict("policy", "outbox-refused")
     if ended.code == 0:
         done = ended.result is not None and ended.result.code == 0
         return Verdict("completed", None) if done else Verdict("failed", "no-result")
@@ -6358,11 +6372,7 @@ class Dispatcher:
         """Collect what the box left, judge it, record it, then clean and publish."""
         assert attempt.box
         kept = self.kept_dir(attempt.job)
-        try:
-            ended = attempt.box.collect(kept)
-        except Refused as refusal:
-            ended = BoxExit(code=-1)
-            stopped = stopped or refusal.reason
+        ended = attempt.box.collect(kept)
         keep_texts(kept, ended)
         verdict = verdict_of(ended, stopped)
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
@@ -6448,7 +6458,7 @@ class Dispatcher:
             endedAt=iso(self.clock()),
             outcome=outcome,
             reason=reason,
-            exitCode=ended.code if ended and ended.code >= 0 else None,
+            exitCode=ended.code if ended else None,
             turns=result.turns if result else None,
             tokens=ended.tokens if ended else None,
             forks=ended.forks if ended else None,

@@ -194,3 +194,15 @@ def docker_setup() -> str:
 @pytest.fixture(scope="session")
 def docker_cleanup() -> str:
     return "down -v -t 1"
+
+
+# -- measurements (tests/bench), never in the default run -----------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--bench-pairs", type=int, default=20, help="pairs to measure")
+
+
+@pytest.fixture
+def pairs(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--bench-pairs"))

@@ -67,6 +67,7 @@ class World:
     clock: Any = time.time
     service: pidispatch.Service | None = None
     sent: int = field(default=0)
+    starts: dict[str, float] = field(default_factory=dict)
 
     def rules(self, *rules: dict[str, Any]) -> None:
         """Write the triggers file: each rule is a `run`, on the label pi:urgent."""
@@ -164,9 +165,7 @@ class World:
     def pulls(self) -> dict[str, demo.Pull]:
         """Open review requests by their head branch."""
         return {
-            pull.head: pull
-            for pull in self.repo.pulls.values()
-            if pull.state == "open"
+            pull.head: pull for pull in self.repo.pulls.values() if pull.state == "open"
         }
 
     # -- the engine ----------------------------------------------------------
@@ -180,6 +179,11 @@ class World:
             *(self.docker.volumes(filters=filters)["Volumes"] or ()),
         ]
         return [str(row.get("Names") or row.get("Name")) for row in rows]
+
+    def nothing_left(self) -> bool:
+        """Objects go right after the record is committed: look for a moment."""
+        self.wait_for(lambda: self.left_in_engine() == [])
+        return True
 
     def containers(self, role: str = "job") -> list[dict[str, Any]]:
         """The running containers of a role, inspected."""

@@ -1380,7 +1380,8 @@ def test_a_bad_edit_keeps_the_last_good_rules_and_says_what_is_wrong(
 ) -> None:
     made = TriggersFile(file, ["github"])
     told: list[str | None] = []
-    made._tell = told.append
+    made.watch(told.append)
+    made.stop()
     save_by_replace(file, content("good"))
     made.refresh()
     file.write_bytes(bad)
@@ -1392,7 +1393,7 @@ def test_a_bad_edit_keeps_the_last_good_rules_and_says_what_is_wrong(
     made.refresh()
     assert label(made) == "good"
     assert made.problem is None
-    assert [bool(word) for word in told] == [False, True, False]
+    assert [bool(word) for word in told] == [False, False, True, False]
 
 
 def test_an_absent_file_keeps_the_last_good_rules(file: Path) -> None:

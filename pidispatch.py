@@ -6091,6 +6091,8 @@ class Dispatcher:
         self.mirrors = Mirrors(settings.state_dir / "mirrors")
         self.leaving = threading.Event()
         self.stop_jobs = threading.Event()
+        self._telling = threading.Lock()
+        self._told: set[str] = set()
 
     # -- the ladder: its order is the contract (30-jobs) ---------------------
 
@@ -6301,6 +6303,9 @@ class Dispatcher:
         except Exception:
             log.exception("job-failed-inside %s", claimed.job.id)
             self._give_up(attempt, "internal-error")
+        finally:
+            if attempt.prepared:  # the box has its copy
+                attempt.prepared.pack.unlink(missing_ok=True)
 
     def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
         """Take over a container that an earlier process started."""
@@ -6472,6 +6477,16 @@ class Dispatcher:
 
     def publish(self, job_id: str) -> None:
         """Tell the forge about a job that is over; safe to repeat at any time."""
+        with self._telling:
+            if job_id in self._told:
+                return  # another thread of ours is at it
+            self._told.add(job_id)
+        try:
+            self._publish(job_id)
+        finally:
+            self._told.discard(job_id)
+
+    def _publish(self, job_id: str) -> None:
         found = self.store.notice(job_id)
         if found is None:
             return
@@ -6695,13 +6710,16 @@ class Workers:
                 if self.dispatcher.clock() - swept > 3600:
                     swept = self.dispatcher.clock()
                     self.store.sweep()
-                    sweep_files(self.dispatcher.settings, swept)
+                    sweep_files(self.dispatcher.settings, time.time())
             except PidispatchError as error:
                 log.warning("janitor-trouble: %s", error)
 
 
 def sweep_files(settings: Settings, now: float) -> None:
-    """Remove kept bundles past the retention and captured logs past theirs."""
+    """Remove kept bundles past the retention and captured logs past theirs.
+
+    `now` is the machine's own time, which is what the files carry.
+    """
     import shutil
 
     ages = (

@@ -59,6 +59,7 @@ REQUEST_BRANCH = "base"  # the local branch when the target is a review request
 
 GATE_WAIT = 30.0  # seconds; the gate is started before the box
 PI_GRACE = 2.0  # seconds between TERM and KILL for pi
+SETTLED_GRACE = 10.0  # seconds pi may take to leave once it has settled
 TERM_BUDGET = 8.0  # seconds after TERM; the engine kills after 10
 COLLECT_BUDGET = 60.0  # seconds for the result when nobody is waiting to kill
 TICK = 0.2  # seconds between looks at the clock and at pi
@@ -656,6 +657,7 @@ class Tally:
     stop_reason: str | None = None
     error: str = ""
     retrying: bool = False
+    settled_at: float | None = None  # monotonic
 
     def note(self, event: object) -> dict[str, object] | None:
         """Count one event of pi; return the line it is worth on stdout, if any."""
@@ -703,7 +705,8 @@ def _tool_end(tally: Tally, event: object) -> dict[str, object]:
     return {"name": name, "isError": failed}
 
 
-def _settled(_: Tally, event: object) -> dict[str, object]:
+def _settled(tally: Tally, event: object) -> dict[str, object]:
+    tally.settled_at = time.monotonic()
     return {"aborted": _node(event, "aborted") is True}
 
 
@@ -939,6 +942,8 @@ def reason_to_stop(job: Job, tally: Tally, stop: Stop) -> Ending | None:
         return Ending.TERM
     if tally.turns > job.max_turns:
         return Ending.TURNS
+    if tally.settled_at and time.monotonic() - tally.settled_at > SETTLED_GRACE:
+        return Ending.ITSELF  # done, but something holds it: not the turn's business
     if time.time() >= job.deadline:
         return Ending.DEADLINE
     return None
@@ -979,6 +984,17 @@ def drain(agent: Agent, tally: Tally, out: Out) -> None:
 # ======================================================================================
 # pi's JSON mode exits 0 whatever the provider said, so the last assistant message
 # decides. What another attempt would meet again is policy (2); the rest is infra (1).
+#
+#     TERM                            143
+#     one turn too many               2 turn-budget
+#     the deadline                    2 timeout
+#     stop                            0
+#     length                          2 runner-policy (it would be cut off again)
+#     error                           by ERRORS, then STATUSES, else 1 infra
+#     aborted, toolUse, no message    1 infra (pi was killed or crashed at work)
+#     pi knew no such model           2 model-unknown
+#     a faulty input                  2 as named there, before pi is started
+#     gate or pi cannot be reached    1 infra
 
 STATUS = re.compile(r'^(?:\D{0,60}\()?(\d{3})\b|"code": ?"?(\d{3})\b')
 
@@ -1025,11 +1041,7 @@ def judge_exit(returncode: int, stderr: str) -> Verdict:
 
 
 def judge(tally: Tally, returncode: int, stderr: str) -> Verdict:
-    """A run that pi ended by itself.
-
-    stop: done. length: the answer was cut off; the same prompt would be cut again.
-    error: see judge_error. aborted, toolUse, none: pi was killed under its work.
-    """
+    """A run that pi ended by itself."""
     if tally.stop_reason == "stop":
         return Verdict(0, None)
     if tally.stop_reason == "length":

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "image")]
 import pidispatch  # noqa: E402
 
 REQUIRED = os.environ.get("PIDISPATCH_REQUIRE_DOCKER") == "1"
-JOB_IMAGE = os.environ.get("PI_JOB_IMAGE", "pi-job:latest")
+IMAGE = JOB_IMAGE = os.environ.get("PI_JOB_IMAGE", "pi-job:latest")
 PAYLOADS = Path(
     os.environ.get("PIDISPATCH_PAYLOADS", ROOT.parent / "shared" / "payloads")
 )

@@ -855,6 +855,9 @@ def test_the_step_follows_from_the_answers_since_the_last_user_text(
     said = [ask(model, style, make("fix", *["a"] * n)).text for n in (0, 1, 1, 2)]
     found = [[w for w in ("one", "two", "has ended") if w in text] for text in said]
     assert found == [["one"], ["two"], ["two"], ["has ended"]]
+    later = make("hello", "a", "a")
+    later["messages"].append({"role": "user", "content": "now fix it"})
+    assert "one" in ask(model, style, later).text
 
 
 @STYLES
@@ -1061,7 +1064,7 @@ def test_a_terminated_agent_takes_its_command_along(
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(timeout=10) == 143
     run.process.stdout.close()
-    assert not _alive(int(pid.read_text()))
+    until(lambda: not _alive(int(pid.read_text())))
 
 
 def _alive(pid: int) -> bool:

@@ -220,7 +220,9 @@ class Box:
         self.settings = self._settings(gate)
         skill = self.job / "skill" / "fix-issue"
         skill.mkdir(parents=True)
-        (skill / "SKILL.md").write_text("---\nname: fix-issue\n---\n")
+        (skill / "SKILL.md").write_text(
+            "---\nname: fix-issue\ndescription: Fix it\n---\n"
+        )
         (self.job / "prompt.md").write_text("Do the thing.\n")
         (self.job / "event.json").write_text("{}")
         (self.job / "base.pack").write_bytes(upstream.pack(upstream.base))
@@ -776,6 +778,14 @@ def test_the_last_stop_reason_decides_and_not_pis_exit_code(
     ended = box.run()
     assert ended.code == ended.exit["code"] == code
     assert reason in (None, ended.exit["reason"])
+
+
+def test_a_pi_that_settled_but_does_not_leave_is_not_waited_for(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "SETTLED_GRACE", 0.05)
+    box.script(DONE, {"event": {"type": "agent_settled"}}, {"hang": 60})
+    assert box.run().code == 0
 
 
 def test_what_pi_said_on_stderr_is_in_the_message(box: Box) -> None:

@@ -2317,10 +2317,10 @@ def _form_payload(body: bytes) -> bytes:
     """The JSON in the one field `payload` of a url-encoded form."""
     from urllib.parse import unquote_to_bytes
 
-    fields = [f for f in body.split(b"&") if f.startswith(b"payload=")]
-    if len(fields) != 1:
+    found = re.findall(rb"(?:^|&)payload=([^&]*)", body)
+    if len(found) != 1:
         raise Malformed("the form has no single field 'payload'")
-    return unquote_to_bytes(fields[0][len(b"payload=") :].replace(b"+", b" "))
+    return unquote_to_bytes(found[0].replace(b"+", b" "))
 
 
 def _decode(kind: type[T], body: bytes) -> T:
@@ -2624,8 +2624,7 @@ class GitHub(ApiForge):
         if not name or not delivery:
             raise Malformed("X-GitHub-Event and X-GitHub-Delivery are required")
         sent = _decode(_GitHubDelivery, self.json_of(headers, body))
-        event = self._event(name, delivery, sent)
-        return msgspec.structs.replace(event, fault=self._fault(event))
+        return self._event(name, delivery, sent)
 
     def event_of(self, body: bytes) -> str | None:
         sent = _decode(_GitHubDelivery, body)
@@ -2643,7 +2642,7 @@ class GitHub(ApiForge):
         review = _shaped(_GitHubItem, sent.review)
         said = _shaped(_GitHubItem, sent.comment or sent.review or item)
         repository = _shaped(_GitHubRepository, sent.repository)
-        target = self._target(sent, item)
+        repo, target = _owner_and_name(repository.full_name), self._target(sent, item)
         action = _str(sent.action) or None
         kind = self.served.get(name, {}).get(action or "")
         if name == "pull_request_review" and kind:
@@ -2659,7 +2658,7 @@ class GitHub(ApiForge):
             name=name,
             kind=cast(Any, kind),
             action=action,
-            repo=_owner_and_name(repository.full_name),
+            repo=repo,
             repo_id=_id(repository.id),
             target=target,
             actor=_actor(sent.sender),
@@ -2673,6 +2672,7 @@ class GitHub(ApiForge):
             review=_str(review.body) if sent.review else None,
             head=sha if _SHA.fullmatch(sha) else None,
             when=_time(item.updated_at),
+            fault=self._fault(name, kind, repo, target),
         )
 
     @staticmethod
@@ -2684,14 +2684,16 @@ class GitHub(ApiForge):
         kind: TargetType = "pull_request" if request else "issue"
         return Target(kind, number, _str(item.title), _str(item.body))
 
-    def _fault(self, event: Event) -> str | None:
-        if event.name not in self.served:
+    def _fault(
+        self, name: str, kind: str | None, repo: str | None, target: Target | None
+    ) -> str | None:
+        if name not in self.served:
             return "unhandled-event"
-        if event.kind is None:
+        if kind is None:
             return "action-not-actionable"
-        if event.repo is None:
+        if repo is None:
             return "no-repository"
-        return None if event.target else "missing-number"
+        return None if target else "missing-number"
 
     # --- who asked
 
@@ -6800,8 +6802,10 @@ class TriggersFile:
         self.rules = self._validate(self._content)
 
     def watch(self, tell: Callable[[str | None], None] | None = None) -> None:
-        """Follow the file; `tell` gets each new problem, or None when it is over."""
+        """Follow the file; `tell` gets its problem, now and whenever it changes."""
         self._tell = tell
+        if tell:
+            tell(self.problem)
         self._thread.start()
 
     def stop(self) -> None:

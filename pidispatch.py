@@ -40,7 +40,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import (
@@ -1022,6 +1022,8 @@ class Drop(msgspec.Struct, frozen=True):
 #: GitHub's own limit of a comment. Of a longer one only this much is read, so
 #: that the time a stranger's comment can take stays bounded.
 _COMMENT_MAX = 65_536
+#: The same for a paragraph, where a parser's time can grow with the square.
+_PARAGRAPH_MAX = 16_384
 #: Stands in a line for what is not prose (code, image, address), so that its
 #: neighbours do not meet.
 _GAP = "\ufffc"
@@ -1089,7 +1091,7 @@ def _markdown_prose(text: str, needle: str) -> Iterator[str]:
             and quotes + depth == 0
             and (needle in token.content or "&" in token.content)
         ):
-            yield _line_prose(token.content, env)
+            yield _line_prose(token.content[:_PARAGRAPH_MAX], env)
         opened = token.type
 
 
@@ -1255,29 +1257,42 @@ def _folder_fault(folder: str) -> str | None:
 class _Row(NamedTuple):
     """One field: its type, what a wrong value is told, and where it may stand.
 
-    `where` lists trigger types (for `on`) or kinds (for `run`); empty is
-    everywhere, and `elsewhere` says why not. `each` is told to a wrong item of
-    an array. `fault` looks at a value of the right type. `required` holds
-    wherever the field may stand.
+    `where` lists trigger types (for `on`) or kinds (for `run`), empty is
+    everywhere; `elsewhere` says why not there. `required` holds wherever the
+    field may stand. `each` is told to a wrong item of an array. `fault` looks
+    at a value of the right type.
     """
 
     kind: Any
     why: str
     where: tuple[str, ...] = ()
-    each: str = ""
-    fault: Callable[[Any], str | None] = lambda value: None
     required: bool = False
+    each: str = ""
     elsewhere: str = ""
+    fault: Callable[[Any], str | None] = lambda value: None
 
 
 _LABELLED = ("label", "pull_request")
 _ACTED = ("pull_request", "issue")
-_LABEL_WHY = "must be an array of label names", _LABELLED, "must be a label name"
+_FORGE_KINDS = tuple(FORGES)
+_LABELS = _tuple[_Text, ...], "must be an array of label names", _LABELLED
+_SWITCH = bool, "must be true or false"
+_COUNTED = _Count, "must be a whole number, 1 or more"
+
+
+def _out_of(words: Sequence[str]) -> tuple[Any, str]:
+    return _literal[tuple(words)], f"must be one of {', '.join(words)}"
+
+
+def _some_of(words: Sequence[str]) -> tuple[Any, str]:
+    return (
+        _several(_literal[tuple(words)]),
+        f"must be a non-empty array out of {', '.join(words)}",
+    )
+
 
 _ON: dict[str, _Row] = {
-    "type": _Row(
-        _literal[_TYPES], f"must be one of {', '.join(_TYPES)}", required=True
-    ),
+    "type": _Row(*_out_of(_TYPES), required=True),
     "id": _Row(
         _matching(r"^[A-Za-z0-9._-]+$(?!\n)"),
         "must be letters, digits, '.', '_' or '-'",
@@ -1288,76 +1303,59 @@ _ON: dict[str, _Row] = {
         _matching(r"^[0-9A-Z*,/#-]+(?: +[0-9A-Z*,/#-]+){4,5}$(?!\n)"),
         "must be a cron pattern of 5 or 6 fields, names such as MON in capitals",
         ("cron",),
-        fault=_cron_fault,
         required=True,
+        fault=_cron_fault,
     ),
     "tz": _Row(str, "must be an IANA time zone", ("cron",), fault=_zone_fault),
-    "any": _Row(_Labels, *_LABEL_WHY),
-    "all": _Row(_Labels, *_LABEL_WHY),
-    "none": _Row(_Labels, *_LABEL_WHY),
-    "match": _Row(
-        Literal["added", "present"],
-        "must be added (the default) or present",
-        _LABELLED,
-    ),
+    "any": _Row(*_LABELS, each="must be a label name"),
+    "all": _Row(*_LABELS, each="must be a label name"),
+    "none": _Row(*_LABELS, each="must be a label name"),
+    "match": _Row(*_out_of(("added", "present")), _LABELLED),
     "phrase": _Row(
-        _Line,
+        _matching("^" + _LINE),
         "must be a phrase on one line without spaces around it",
         ("comment",),
-        fault=_phrase_fault,
         required=True,
+        fault=_phrase_fault,
     ),
     "action": _Row(
         _several(str),
         "must be a non-empty array of actions",
         _ACTED,
-        "must be an action's name",
-        _repeats,
         required=True,
+        each="must be an action's name",
+        fault=_repeats,
     ),
     "reviewState": _Row(
-        _several(_literal[REVIEW_STATES]),
-        f"must be a non-empty array out of {', '.join(REVIEW_STATES)}",
+        *_some_of(REVIEW_STATES),
         ("pull_request",),
-        f"must be one of {', '.join(REVIEW_STATES)}",
-        _repeats,
+        each=f"must be one of {', '.join(REVIEW_STATES)}",
+        fault=_repeats,
     ),
-    "number": _Row(
-        _Count, "must be the whole number of an issue or request, 1 or more", _ACTED
-    ),
+    "number": _Row(*_COUNTED, _ACTED),
 }
 
-_REPLICAS_WHY = (
-    f"must be a whole number from 2 to {REPLICAS_MAX}: 1 is a field that does"
-    " nothing, and one more than the default three slots would queue instead of"
-    " racing; remove the field for a single run"
-)
-_REFERENCE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[^\s\x00-\x1f\x7f]+$(?!\n)"
-_COUNT_WHY = "must be a whole number, 1 or more"
-_FORGE_KINDS = tuple(FORGES)
-
 _RUN: dict[str, _Row] = {
-    "kind": _Row(
-        _literal[_KINDS], f"must be one of {', '.join(_KINDS)}", required=True
-    ),
+    "kind": _Row(*_out_of(_KINDS), required=True),
     "flow": _Row(
         _matching(r"^[a-z0-9](?:[a-z0-9_-]{0,62}[a-z0-9])?$(?!\n)"),
-        "must name a flow: 1 to 64 of a-z, 0-9, '_' and '-', a letter or digit at"
-        " both ends",
+        "must name a flow: 1 to 64 of a-z, 0-9, '_', '-', no sign at both ends",
         required=True,
     ),
     "replicas": _Row(
         Annotated[int, msgspec.Meta(ge=2, le=REPLICAS_MAX)],
-        _REPLICAS_WHY,
+        f"must be a whole number from 2 to {REPLICAS_MAX}: 1 is a field that does"
+        " nothing, and one more than the default three slots would queue instead of"
+        " racing; remove the field for a single run",
         _FORGE_KINDS,
         elsewhere="a local run edits the operator's own folder in place, and two"
         " replicas would edit one tree",
     ),
     "replicaModels": _Row(
-        _tuple[_matching(_REFERENCE), ...],
+        _tuple[_matching(rf"^{_PROVIDER_NAME.pattern}/{_VISIBLE}+$(?!\n)"), ...],
         "must be an array of provider/model, one for each replica",
         _FORGE_KINDS,
-        "must be provider/model",
+        each="must be provider/model",
     ),
     "image": _Row(
         _matching("^(?!-)" + _LINE),
@@ -1369,23 +1367,17 @@ _RUN: dict[str, _Row] = {
         _FORGE_KINDS,
         elsewhere="say it in run.task",
     ),
-    "resume": _Row(bool, "must be true or false"),
-    "publish": _Row(
-        Literal["host", "agent"], "must be host (the default) or agent", _FORGE_KINDS
-    ),
+    "resume": _Row(*_SWITCH),
+    "publish": _Row(*_out_of(("host", "agent")), _FORGE_KINDS),
     "repository": _Row(
         _matching(rf"^(?!\.\.?$)(?!.*/){_LINE}"),
         "must be a repository's name, without '/' and without spaces around it",
     ),
     "folder": _Row(
-        _Text,
-        "must be an absolute path",
-        ("local",),
-        fault=_folder_fault,
-        required=True,
+        _Text, "must be an absolute path", ("local",), True, fault=_folder_fault
     ),
-    "task": _Row(_Text, "must say what to do", ("local",), required=True),
-    "allowDirty": _Row(bool, "must be true or false", ("local",)),
+    "task": _Row(_Text, "must say what to do", ("local",), True),
+    "allowDirty": _Row(*_SWITCH, ("local",)),
     "provider": _Row(
         _matching(rf"^{_PROVIDER_NAME.pattern}$(?!\n)"),
         "must be a provider's name: letters, digits, '.', '_' or '-'",
@@ -1393,15 +1385,12 @@ _RUN: dict[str, _Row] = {
     "model": _Row(
         _matching(rf"^{_VISIBLE}+$(?!\n)"), "must be a model's name, without spaces"
     ),
-    "maxTurns": _Row(_Count, _COUNT_WHY),
-    "maxTokens": _Row(_Count, _COUNT_WHY),
+    "maxTurns": _Row(*_COUNTED),
+    "maxTokens": _Row(*_COUNTED),
     "excludeTools": _Row(
-        _several(_literal[TOOLS]),
-        f"must be a non-empty array out of {', '.join(TOOLS)}",
-        each=f"must be one of {', '.join(TOOLS)}",
-        fault=_repeats,
+        *_some_of(TOOLS), each=f"must be one of {', '.join(TOOLS)}", fault=_repeats
     ),
-    "forkJoin": _Row(bool, "must be true or false"),
+    "forkJoin": _Row(*_SWITCH),
 }
 
 #: Fields of pi-dispatch, the system whose file format this one follows, that
@@ -1559,9 +1548,6 @@ class _Place:
                 value = msgspec.UNSET
         return _Place(path, value, self.faults)
 
-    def holds(self, *keys: str) -> bool:
-        return self.at(*keys).value is not msgspec.UNSET
-
     def refuse(self, why: str) -> None:
         if isinstance(self.value, float) and not _finite(self.value):
             return  # the scan has named it, with its line
@@ -1664,66 +1650,45 @@ class _Entry(NamedTuple):
         return self.run.get("kind")
 
     @property
-    def row(self) -> ForgeRow | None:
-        return FORGES.get(self.kind or "")
+    def actions(self) -> Sequence[str]:
+        return tuple(self.on.get("action", ()))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The actions that the type knows on this forge."""
+        row = FORGES.get(self.kind or "")
+        if row is None or self.type not in _ACTED:
+            return ()
+        return row.pr_actions if self.type == "pull_request" else (str(row.close_word),)
 
     @property
     def closes(self) -> bool:
-        row = self.row
-        return bool(row and row.close_word in self.on.get("action", ()))
+        return bool({"closed", "close"} & {*self.actions})
 
+    @property
+    def resumes(self) -> bool:
+        return bool(self.run.get("resume"))
 
-def _pairing(entry: _Entry) -> None:
-    if not entry.type or not entry.kind:
-        return
-    if entry.type == "cron" and entry.kind != "local":
-        entry.place.at("run", "kind").refuse("must be local: cron goes only with it")
-    if entry.type != "cron" and entry.kind == "local":
-        entry.place.at("run", "kind").refuse(
-            f"goes only with cron; a {entry.type} rule needs one of"
-            f" {', '.join(_FORGE_KINDS)}"
+    @property
+    def named(self) -> bool:
+        """Whether any or all is there, right or wrong, and not empty."""
+        return any(
+            self.place.at("on", key).value not in ([], msgspec.UNSET)
+            for key in ("any", "all")
         )
 
+    @property
+    def bare(self) -> bool:
+        """Whether its type is pull_request and it may carry no labels."""
+        return self.type == "pull_request" and (self.kind == "azure" or self.closes)
 
-def _actions(entry: _Entry) -> None:
-    row, actions = entry.row, entry.on.get("action", ())
-    if row is None or entry.type not in _ACTED:
-        return
-    words = row.pr_actions if entry.type == "pull_request" else (row.close_word,)
-    if entry.type == "issue" and row.close_word is None:
-        entry.place.at("on", "type").refuse(f"is not served on {row.kind}")
-        return
-    for i, action in enumerate(actions):
-        if action not in words:
-            entry.place.at("on", "action", i).refuse(
-                f"must be an action of {row.kind}: {', '.join(map(str, words))}"
-            )
-    if entry.closes and len(actions) > 1:
-        entry.place.at("on", "action").refuse(
-            f"must hold {row.close_word} alone; other actions need a rule of their own"
-        )
+    def has(self, path: str) -> bool:
+        return self.place.at(*path.split(".")).value is not msgspec.UNSET
 
 
-def _selectors(entry: _Entry) -> None:
-    on, row = entry.place.at("on"), entry.row
-    named = any(on.at(key).value not in ([], msgspec.UNSET) for key in ("any", "all"))
-    labels = entry.type == "pull_request" and row and row.label_action
-    if entry.type == "label" and not named:
-        on.at("any").refuse("is required: any or all must name a label that fires it")
-    elif labels and labels in entry.on.get("action", ()) and not named:
-        on.at("any").refuse(f"is required: {labels} needs a label in any or all")
-    elif entry.on.get("match") == "present" and not named:
-        on.at("match").refuse("does nothing without a label in any or all")
-
-
-def _bare(entry: _Entry) -> None:
-    """Rules of type pull_request that may carry no label predicate."""
-    if entry.type != "pull_request" or not (entry.kind == "azure" or entry.closes):
-        return
-    why = "azure's requests carry no labels" if entry.kind == "azure" else "it closes"
-    for key in ("any", "all", "none"):
-        if entry.place.holds("on", key):
-            entry.place.at("on", key).refuse(f"may not stand on this rule: {why}")
+def _strange_actions(entry: _Entry) -> list[int]:
+    words = entry.words
+    return [i for i, word in enumerate(entry.actions) if words and word not in words]
 
 
 def _label_fold(kind: str | None) -> Callable[[str], str]:
@@ -1731,86 +1696,125 @@ def _label_fold(kind: str | None) -> Callable[[str], str]:
     return str.casefold if kind == "azure" else str
 
 
-def _contradiction(entry: _Entry) -> None:
+def _contradictions(entry: _Entry) -> list[int]:
     fold = _label_fold(entry.kind)
-    positive = {fold(n) for key in ("any", "all") for n in entry.on.get(key, ())}
-    for i, name in enumerate(entry.on.get("none", ())):
-        if fold(name) in positive:
-            entry.place.at("on", "none", i).refuse(
-                "is in any or all as well: the rule could never fire on it"
-            )
+    named = {fold(n) for key in ("any", "all") for n in entry.on.get(key, ())}
+    return [i for i, n in enumerate(entry.on.get("none", ())) if fold(n) in named]
 
 
-def _close_number(entry: _Entry) -> None:
-    if entry.type != "pull_request" or entry.row is None or entry.closes:
-        return
-    if "action" in entry.on and entry.place.holds("on", "number"):
-        entry.place.at("on", "number").refuse("goes only with a close action")
+def _miscounted(entry: _Entry) -> bool:
+    models, wanted = entry.run.get("replicaModels"), entry.run.get("replicas")
+    return models is not None and wanted is not None and len(models) != wanted
 
 
-def _review_state(entry: _Entry) -> None:
-    place = entry.place.at("on", "reviewState")
-    if place.value is msgspec.UNSET or entry.type != "pull_request":
-        return
-    if entry.kind != "github" or "review_submitted" not in entry.on.get("action", ()):
-        place.refuse("goes only with github and the action review_submitted")
+def _work_items(entry: _Entry) -> bool:
+    return entry.kind == "azure" and entry.type in ("label", "comment")
 
 
-def _replicas(entry: _Entry) -> None:
-    if "replicas" in entry.run and entry.run.get("resume"):
-        entry.place.at("run", "replicas").refuse(
-            "may not stand beside resume: a resumed run continues one lineage,"
-            " replicas would fork it and share its transcript and lock"
-        )
+_BARE = "may not stand here: azure's requests and close rules take no labels"
+_OVERRULED = "does nothing beside run.replicaModels, which names every model"
 
-
-def _replica_models(entry: _Entry) -> None:
-    place = entry.place.at("run", "replicaModels")
-    if place.value is msgspec.UNSET or entry.kind == "local":
-        return
-    if not entry.place.holds("run", "replicas"):
-        place.refuse("does nothing without run.replicas")
-    wanted, given = entry.run.get("replicas"), entry.run.get("replicaModels")
-    if wanted and given is not None and len(given) != wanted:
-        place.refuse(f"must name exactly {wanted} models, one for each replica")
-    for key in ("provider", "model"):
-        if entry.place.holds("run", key):
-            entry.place.at("run", key).refuse(
-                "does nothing beside run.replicaModels, which names every model"
-            )
-
-
-def _resume(entry: _Entry) -> None:
-    if entry.run.get("resume") and (entry.kind == "local" or entry.type == "cron"):
-        entry.place.at("run", "resume").refuse(
-            "may not be true on a cron rule: a local run keeps no session"
-        )
-
-
-def _repository(entry: _Entry) -> None:
-    if not entry.type or not entry.kind:
-        return
-    place = entry.place.at("run", "repository")
-    wanted = entry.kind == "azure" and entry.type in ("label", "comment")
-    if wanted and place.value is msgspec.UNSET:
-        place.refuse("is required: a work item belongs to no repository of its own")
-    if not wanted and place.value is not msgspec.UNSET:
-        place.refuse("goes only with azure's label and comment rules")
-
-
-#: The rules between fields, asked of every entry after its fields.
-_RULES: tuple[Callable[[_Entry], None], ...] = (
-    _pairing,
-    _actions,
-    _selectors,
-    _bare,
-    _contradiction,
-    _close_number,
-    _review_state,
-    _replicas,
-    _replica_models,
-    _resume,
-    _repository,
+#: The rules between fields, asked of every entry after its fields: the path
+#: that is refused, when (a list: at which items), and why.
+_RULES: tuple[tuple[str, Callable[[_Entry], bool | list[int]], str], ...] = (
+    (
+        "run.kind",
+        lambda e: e.type == "cron" and e.kind in FORGES,
+        "must be local: cron goes only with it",
+    ),
+    (
+        "run.kind",
+        lambda e: e.kind == "local" and e.type not in ("cron", None),
+        "goes only with cron: any other rule needs the kind of its forge",
+    ),
+    (
+        "on.type",
+        lambda e: e.type == "issue" and e.kind == "azure",
+        "is not served on azure, where work items have no close event",
+    ),
+    ("on.action", _strange_actions, "must be an action of {kind}: {words}"),
+    (
+        "on.action",
+        lambda e: e.closes and len(e.actions) > 1,
+        "must hold a close word alone; other actions need a rule of their own",
+    ),
+    (
+        "on.number",
+        lambda e: e.has("on.number") and bool(e.actions) and not e.closes,
+        "goes only with a close action",
+    ),
+    (
+        "on.any",
+        lambda e: e.type == "label" and not e.named,
+        "is required: any or all must name a label that fires the rule",
+    ),
+    (
+        "on.any",
+        lambda e: bool({"labeled", "label_updated"} & {*e.actions}) and not e.named,
+        "is required: labeled and label_updated need a label in any or all",
+    ),
+    (
+        "on.match",
+        lambda e: e.on.get("match") == "present" and not e.named,
+        "does nothing without a label in any or all",
+    ),
+    ("on.any", lambda e: e.bare and e.has("on.any"), _BARE),
+    ("on.all", lambda e: e.bare and e.has("on.all"), _BARE),
+    ("on.none", lambda e: e.bare and e.has("on.none"), _BARE),
+    (
+        "on.none",
+        _contradictions,
+        "is in any or all as well: the rule could never fire on it",
+    ),
+    (
+        "on.reviewState",
+        lambda e: (
+            "reviewState" in e.on
+            and (e.kind != "github" or "review_submitted" not in e.actions)
+        ),
+        "goes only with github and the action review_submitted",
+    ),
+    (
+        "run.replicas",
+        lambda e: e.resumes and "replicas" in e.run,
+        "may not stand beside resume: a resumed run continues one lineage, replicas"
+        " would fork it and share its transcript and lock",
+    ),
+    (
+        "run.replicaModels",
+        lambda e: "replicaModels" in e.run and not e.has("run.replicas"),
+        "does nothing without run.replicas",
+    ),
+    (
+        "run.replicaModels",
+        _miscounted,
+        "must name exactly {replicas} models, one for each replica",
+    ),
+    (
+        "run.provider",
+        lambda e: "replicaModels" in e.run and e.has("run.provider"),
+        _OVERRULED,
+    ),
+    (
+        "run.model",
+        lambda e: "replicaModels" in e.run and e.has("run.model"),
+        _OVERRULED,
+    ),
+    (
+        "run.resume",
+        lambda e: e.resumes and (e.type == "cron" or e.kind == "local"),
+        "may not be true on a cron rule: a local run keeps no session",
+    ),
+    (
+        "run.repository",
+        lambda e: _work_items(e) and not e.has("run.repository"),
+        "is required: a work item belongs to no repository of its own",
+    ),
+    (
+        "run.repository",
+        lambda e: e.has("run.repository") and bool(e.type) and not _work_items(e),
+        "goes only with azure's label and comment rules",
+    ),
 )
 
 
@@ -1819,17 +1823,21 @@ def _entry(place: _Place) -> _Entry:
         return _Entry(place, {}, {})
     on = _fields(place.at("on"), _ON, "type")
     entry = _Entry(place, on, _fields(place.at("run"), _RUN, "kind"))
-    for rule in _RULES:
-        rule(entry)
+    facts = {"kind": entry.kind, "words": ", ".join(entry.words)} | entry.run
+    for path, wrong, why in _RULES:
+        found, at = wrong(entry), place.at(*path.split("."))
+        items = [at.at(i) for i in found] if isinstance(found, list) else [at] * found
+        for item in items:
+            item.refuse(why.format_map(facts))
     return entry
 
 
 def _entries(root: _Place) -> list[_Entry]:
     if not root.only(("$schema", "triggers"), "the file"):
         return []
-    if root.holds("$schema") and not isinstance(root.at("$schema").value, str):
-        root.at("$schema").refuse("must be a string")
-    listed = root.at("triggers")
+    listed, reference = root.at("triggers"), root.at("$schema")
+    if not isinstance(reference.value, str | msgspec.UnsetType):
+        reference.refuse("must be a string")
     if not isinstance(listed.value, list):
         listed.refuse("must be an array of rules; [] is an empty one")
         return []
@@ -1890,21 +1898,15 @@ def triggers_schema() -> dict[str, Any]:
 
     It takes every valid file and some more: rules between fields are ours.
     """
+    rule = _as_object(
+        {"on": _rows_schema(_ON), "run": _rows_schema(_RUN)}, ("on", "run")
+    )
+    listed = {"type": "array", "items": rule}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "pidispatch triggers",
         **_as_object(
-            {
-                "$schema": {"type": "string"},
-                "triggers": {
-                    "type": "array",
-                    "items": _as_object(
-                        {"on": _rows_schema(_ON), "run": _rows_schema(_RUN)},
-                        ("on", "run"),
-                    ),
-                },
-            },
-            ("triggers",),
+            {"$schema": {"type": "string"}, "triggers": listed}, ("triggers",)
         ),
     }
 
@@ -1919,14 +1921,11 @@ def _as_object(properties: dict[str, Any], required: Sequence[str]) -> dict[str,
 
 
 def _rows_schema(rows: Mapping[str, _Row]) -> dict[str, Any]:
-    properties = {
-        name: {
-            "description": row.why
-            + (f" (only with {', '.join(row.where)})" if row.where else ""),
-            **msgspec.json.schema(row.kind),
-        }
-        for name, row in rows.items()
-    }
+    properties = {}
+    for name, row in rows.items():
+        only = f" (only with {', '.join(row.where)})" if row.where else ""
+        said = {"description": row.why + only}
+        properties[name] = said | msgspec.json.schema(row.kind)
     required = [name for name, row in rows.items() if row.required and not row.where]
     return _as_object(properties, required)
 
@@ -2006,8 +2005,14 @@ def _far(event: Event) -> Drop:
     return Drop("no-matching-pr-trigger")
 
 
-def _holds(on: On, present: Set[str], fold: Callable[[str], str]) -> bool:
-    """The predicate over a label set; an absent selector is true."""
+def _present(event: Event) -> set[str]:
+    """The item's labels as they compare, those just added included."""
+    return {*map(_label_fold(event.forge), (*event.labels, *(event.added or ())))}
+
+
+def _holds(on: On, event: Event) -> bool:
+    """The predicate over the present labels; an absent selector is true."""
+    present, fold = _present(event), _label_fold(event.forge)
     return (
         (not on.any or any(fold(name) in present for name in on.any))
         and all(fold(name) in present for name in on.all)
@@ -2018,17 +2023,15 @@ def _holds(on: On, present: Set[str], fold: Callable[[str], str]) -> bool:
 def _judge_labels(rule: Rule, event: Event) -> str | Drop:
     """The label that fires the rule: named by it and, by default, just added."""
     on, fold = rule.on, _label_fold(event.forge)
-    present = {fold(name) for name in (*event.labels, *(event.added or ()))}
-    if not _holds(on, present, fold):
+    if not _holds(on, event):
         return Drop("no-allowlisted-label")
+    mode = _LABEL_ACTIONS[event.forge].get(event.action)
     # What was added is not always told (None): then the whole set counts.
-    told = present if event.added is None else {fold(name) for name in event.added}
-    counting = {"all": present, "added": told, "nothing": set[str]()}
-    mode = _LABEL_ACTIONS[event.forge].get(event.action, "added")
-    fresh = counting[mode]
+    told = _present(event) if event.added is None else {*map(fold, event.added)}
+    counts = _present(event) if mode == "all" else told if mode == "added" else set()
     if on.match == "present" and (mode != "added" or told):
-        fresh = present
-    named = next((name for name in (*on.any, *on.all) if fold(name) in fresh), None)
+        counts = _present(event)
+    named = next((name for name in (*on.any, *on.all) if fold(name) in counts), None)
     return Drop("label-not-added") if named is None else named
 
 
@@ -2047,9 +2050,7 @@ def _judge_request(rule: Rule, event: Event) -> str | Drop:
     if labelling and on.match == "added" and (on.any or on.all):
         found = _judge_labels(rule, event)
         return _far(event) if found == Drop("no-allowlisted-label") else found
-    fold = _label_fold(event.forge)
-    present = {fold(name) for name in (*event.labels, *(event.added or ()))}
-    return event.action if _holds(on, present, fold) else _far(event)
+    return event.action if _holds(on, event) else _far(event)
 
 
 def _judge_close(rule: Rule, event: Event) -> str | Drop:

@@ -49,7 +49,7 @@ def event(kind: Any, action: str | None, forge: Any = "github", **more: Any) -> 
     """An event as a forge's parser would hand it over; target #7."""
     on_request = kind == "pull_request"
     target = Target("pull_request" if on_request else "issue", 7)
-    given = {"target": target, "repo": "octo/shop"} | more
+    given: dict[str, Any] = {"target": target, "repo": "octo/shop"} | more
     return Event(forge=forge, delivery="d", name="e", kind=kind, action=action, **given)
 
 
@@ -147,7 +147,7 @@ def test_a_label_that_comes_last_of_all_fires_once_whatever_the_order() -> None:
 
 
 #: (forge, action, labels, added, outcome by default, outcome with `present`)
-ACTIONS: tuple[tuple[Any, str, tuple[str, ...], Any, int | str, int | str], ...] = (
+ACTIONS: tuple[tuple[Any, str, tuple[str, ...], Any, int | str, Any], ...] = (
     ("github", "labeled", ("a",), ("a",), 0, 0),
     ("github", "labeled", ("a", "z"), ("z",), "label-not-added", 0),
     ("github", "opened", ("a",), (), "label-not-added", 0),
@@ -773,7 +773,8 @@ def test_azures_work_items_are_read_as_html(text: str, flow: str | None) -> None
 
 
 def test_azures_request_comments_are_read_as_markdown() -> None:
-    on_request = {"forge": "azure", "target": Target("pull_request", 7)}
+    on_request: dict[str, Any] = {"forge": "azure"}
+    on_request["target"] = Target("pull_request", 7)
     assert flow_of("**@pi** review", **on_request) == "review"
     assert flow_of("`@pi`", **on_request) is None
 
@@ -813,8 +814,13 @@ def test_a_comment_on_a_request_fires_the_same_rule() -> None:
 
 
 def test_no_more_than_githubs_longest_comment_is_read() -> None:
-    assert flow_of("a " * 32_760 + "@pi") == "fix-issue"
-    assert flow_of("a " * 32_768 + "@pi") is None
+    assert flow_of("a\n\n" * 21_844 + "@pi") == "fix-issue"
+    assert flow_of("a\n\n" * 21_846 + "@pi") is None
+
+
+def test_of_an_endless_paragraph_only_the_beginning_is_read() -> None:
+    assert flow_of("a " * 8_190 + "@pi") == "fix-issue"
+    assert flow_of("a " * 8_192 + "@pi") is None
 
 
 # -- properties ---------------------------------------------------------------

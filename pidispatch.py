@@ -29,6 +29,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import hmac
+import itertools
 import json
 import logging
 import os
@@ -38,19 +40,39 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, NamedTuple, Protocol
+from pathlib import Path, PurePosixPath
+from typing import (
+    IO,
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    BinaryIO,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    cast,
+)
 
 import click
 import msgspec
 
 if TYPE_CHECKING:
+    import socket
     import sqlite3
     import subprocess
+    from ipaddress import IPv4Network
 
-    import jinja2
+    import docker
+    import requests
+    import sqlite_utils
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
+
+T = TypeVar("T")
 
 __version__ = "0.1.0"
 
@@ -68,6 +90,7 @@ __version__ = "0.1.0"
 REPLICAS_MAX = 3
 
 PI_VERSION = "1.6.0"
+OFFLINE_BASE = "pidispatch/base:offline"
 LABEL = "dev.pi-dispatch."
 OUTER_NETWORK = "pi-dispatch-out"
 GATE_PORT = 8080
@@ -427,7 +450,7 @@ def _zone(text: str) -> str:
 
     try:
         ZoneInfo(text)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, KeyError) as error:
         raise ValueError("must be an IANA time zone such as Europe/Berlin") from error
     return text
 
@@ -994,19 +1017,1072 @@ class Drop(msgspec.Struct, frozen=True):
     reason: str
 
 
+# -- what of a comment is prose, and whether a phrase stands in it ------------
+
+#: GitHub's own limit of a comment. Of a longer one only this much is read, so
+#: that the time a stranger's comment can take stays bounded.
+_COMMENT_MAX = 65_536
+#: Stands in a line for what is not prose (code, image, address), so that its
+#: neighbours do not meet.
+_GAP = "\ufffc"
+#: Stands before a character that was escaped; a format character, so that no
+#: comment can bring its own.
+_ESCAPE = "\ufff9"
+_ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]{0,31}://|www\.)\S+", re.I)
+_TAG = re.compile(r"<!--.*?(?:-->|\Z)|<(/?)([a-z][a-z0-9-]*)[^<>]*>", re.I | re.S)
+_SET_APART = frozenset(("blockquote", "code", "pre", "script", "style"))
+_BREAKS = re.compile(r"br|div|h[1-6]|li|ol|p|table|t[dhr]|ul", re.I)
+
+
+def _without_format(text: str) -> str:
+    """The text without zero-width characters, accents composed."""
+    import unicodedata
+
+    if text.isascii():
+        return text
+    hidden = {ord(c): None for c in set(text) if unicodedata.category(c) == "Cf"}
+    return unicodedata.normalize("NFC", text.translate(hidden))
+
+
+def _set_apart(depth: int, tag: re.Match[str]) -> int:
+    """How many quoting or code elements are open after this tag."""
+    if (tag[2] or "").lower() not in _SET_APART:
+        return depth
+    return max(0, depth - 1) if tag[1] else depth + 1
+
+
+def _html_prose(text: str) -> Iterator[str]:
+    """The lines of a work item's comment, which Azure sends as HTML."""
+    from html import unescape
+
+    depth = last = 0
+    parts: list[str] = []
+    for tag in _TAG.finditer(text + "<br>"):
+        shown = _without_format(unescape(text[last : tag.start()]))
+        shown = re.sub(r"[\r\n]", " ", shown)
+        parts.append(_GAP if depth and shown else shown)
+        parts.append("\n" if _BREAKS.fullmatch(tag[2] or "") else "")
+        depth, last = _set_apart(depth, tag), tag.end()
+    yield "".join(parts)
+
+
+@functools.cache
+def _markdown() -> MarkdownIt:
+    """CommonMark with tables; lines are parsed only where they may matter."""
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("commonmark").enable("table").disable(["inline", "text_join"])
+
+
+def _markdown_prose(text: str, needle: str) -> Iterator[str]:
+    """The paragraphs, headings and list items that may hold `needle`."""
+    env: dict[str, Any] = {}
+    quotes = depth = 0
+    opened = ""
+    for token in _markdown().parse(text, env):
+        if token.type == "html_block":
+            depth = functools.reduce(_set_apart, _TAG.finditer(token.content), depth)
+        elif token.type in ("blockquote_open", "blockquote_close"):
+            quotes += token.nesting
+        elif (
+            opened in ("paragraph_open", "heading_open")
+            and quotes + depth == 0
+            and (needle in token.content or "&" in token.content)
+        ):
+            yield _line_prose(token.content, env)
+        opened = token.type
+
+
+def _line_prose(content: str, env: dict[str, Any]) -> str:
+    tokens: list[Token] = []
+    _markdown().inline.parse(content, _markdown(), env, tokens)
+    parts, depth = [], 0
+    for token in tokens:
+        if token.type == "html_inline":
+            depth = functools.reduce(_set_apart, _TAG.finditer(token.content), depth)
+        elif token.markup == "autolink":
+            depth += token.nesting
+        else:
+            parts.append(_GAP if depth else _plain(token))
+    return "".join(parts)
+
+
+def _plain(token: Token) -> str:
+    if token.type in ("text", "text_special"):
+        escaped = _ESCAPE if token.info == "escape" else ""
+        return escaped + _without_format(token.content)
+    if token.type in ("softbreak", "hardbreak"):
+        return "\n"
+    return _GAP if token.type in ("code_inline", "image") else ""
+
+
+def _joins(character: str, signs: str) -> bool:
+    """Whether a neighbour makes the phrase part of a longer word or handle."""
+    import unicodedata
+
+    if not character:
+        return False
+    letter = character.isalnum() or unicodedata.category(character)[0] == "M"
+    return letter or character in signs
+
+
+def _stands_alone(text: str, start: int, end: int) -> bool:
+    after = text[end:].removeprefix(_ESCAPE)[:2]
+    if _joins(text[max(start - 1, 0) : start], "_@\\/.-" + _ESCAPE):
+        return False
+    if after[:1] in (".", "'", "\u2019"):
+        return not _joins(after[1:], "")
+    return not _joins(after[:1], "_-/@")
+
+
+def _word_after(phrase: str, prose: Iterable[str]) -> str | None:
+    """The word after the first mention of `phrase`, "" if none follows.
+
+    None when the phrase stands nowhere as a token of its own.
+    """
+    spelled = f"{_ESCAPE}?".join(map(re.escape, _without_format(phrase)))
+    for text in prose:
+        plain = _ADDRESS.sub(_GAP, text)
+        for found in re.finditer(f"(?=({spelled}))", plain):
+            if _stands_alone(plain, *found.span(1)):
+                return _next_word(plain[found.end(1) :].replace(_ESCAPE, ""))
+    return None
+
+
+def _next_word(rest: str) -> str:
+    found = re.match(r"\S*[^\S\n]+(\S+)", rest)
+    word = found[1] if found else ""
+    return word.rstrip("".join(c for c in word if not c.isalnum()))
+
+
+def _mentioned(
+    phrase: str, comment: str, form: Literal["html", "markdown"]
+) -> str | None:
+    """`_word_after` for a comment as the forge sent it."""
+    text = _without_format(comment[:_COMMENT_MAX])
+    if form == "html":
+        return _word_after(phrase, _html_prose(text))
+    needle = max(re.findall(r"[^\W_]+", _without_format(phrase)), key=len, default="")
+    if needle not in text and "&" not in text:
+        return None
+    return _word_after(phrase, _markdown_prose(text, needle))
+
+
+# -- the rows: every field, where it may stand, its type and its rule ---------
+
+_KINDS = ("local", *FORGES)
+_TYPES = ("cron", "label", "comment", "pull_request", "issue")
+_VISIBLE = r"[^\s\x00-\x1f\x7f]"
+_LINE = rf"{_VISIBLE}(?:[^\x00-\x1f\x7f]*{_VISIBLE})?$(?!\n)"
+#: The same under a type checker's blind eye: they take values of tables here.
+_literal: Any = Literal
+_tuple: Any = tuple
+_annotated: Any = Annotated
+
+_Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
+_Line = Annotated[str, msgspec.Meta(pattern="^" + _LINE)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
+_Labels = tuple[_Text, ...]
+
+
+def _matching(pattern: str) -> Any:
+    """A string type; `$(?!\\n)` is an end that no newline slips behind."""
+    return _annotated[str, msgspec.Meta(pattern=pattern)]
+
+
+def _several(kind: Any) -> Any:
+    unique = msgspec.Meta(min_length=1, extra_json_schema={"uniqueItems": True})
+    return _annotated[_tuple[kind, ...], unique]
+
+
+def _repeats(values: Sequence[str]) -> str | None:
+    again = next((v for i, v in enumerate(values) if v in values[:i]), None)
+    return None if again is None else f"names {json.dumps(again)} twice"
+
+
+def _cron_fault(pattern: str) -> str | None:
+    from datetime import UTC, datetime
+
+    from cronsim import CronSim, CronSimError
+
+    try:
+        next(CronSim(pattern, datetime(2025, 1, 1, tzinfo=UTC)))
+    except StopIteration:
+        return "names a time that never comes"
+    except (CronSimError, ValueError) as error:
+        return f"is not a cron pattern: {error}"
+    return None
+
+
+@functools.cache
+def _zones() -> frozenset[str]:
+    from zoneinfo import available_timezones
+
+    return frozenset(available_timezones() - {"localtime"}) | {"UTC"}
+
+
+def _zone_fault(name: str) -> str | None:
+    if name in _zones():
+        return None
+    return "is not an IANA time zone in its exact spelling, such as Europe/Berlin"
+
+
+def _phrase_fault(phrase: str) -> str | None:
+    if phrase != _without_format(phrase):
+        return "holds invisible or uncomposed characters and could never be found"
+    if _mentioned(phrase, f"x {phrase}", "markdown") is None:
+        return "could never fire: a comment with it is read as markup, not as text"
+    return None
+
+
+def _folder_fault(folder: str) -> str | None:
+    """Why a folder is not the top of a git work tree (its `.git` decides)."""
+    path = Path(folder)
+    if not path.is_absolute():
+        return "must be an absolute path"
+    try:
+        if not path.is_dir():
+            return "is not a directory here"
+        git = path / ".git"
+        linked = git.is_file() and git.read_bytes()[:8] == b"gitdir: "
+        if linked or (git / "HEAD").is_file():
+            return None
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {type(error).__name__}"
+    return "is not the top of a git work tree; run `git init` there or name its top"
+
+
+class _Row(NamedTuple):
+    """One field: its type, what a wrong value is told, and where it may stand.
+
+    `where` lists trigger types (for `on`) or kinds (for `run`); empty is
+    everywhere, and `elsewhere` says why not. `each` is told to a wrong item of
+    an array. `fault` looks at a value of the right type. `required` holds
+    wherever the field may stand.
+    """
+
+    kind: Any
+    why: str
+    where: tuple[str, ...] = ()
+    each: str = ""
+    fault: Callable[[Any], str | None] = lambda value: None
+    required: bool = False
+    elsewhere: str = ""
+
+
+_LABELLED = ("label", "pull_request")
+_ACTED = ("pull_request", "issue")
+_LABEL_WHY = "must be an array of label names", _LABELLED, "must be a label name"
+
+_ON: dict[str, _Row] = {
+    "type": _Row(
+        _literal[_TYPES], f"must be one of {', '.join(_TYPES)}", required=True
+    ),
+    "id": _Row(
+        _matching(r"^[A-Za-z0-9._-]+$(?!\n)"),
+        "must be letters, digits, '.', '_' or '-'",
+        ("cron",),
+        required=True,
+    ),
+    "pattern": _Row(
+        _matching(r"^[0-9A-Z*,/#-]+(?: +[0-9A-Z*,/#-]+){4,5}$(?!\n)"),
+        "must be a cron pattern of 5 or 6 fields, names such as MON in capitals",
+        ("cron",),
+        fault=_cron_fault,
+        required=True,
+    ),
+    "tz": _Row(str, "must be an IANA time zone", ("cron",), fault=_zone_fault),
+    "any": _Row(_Labels, *_LABEL_WHY),
+    "all": _Row(_Labels, *_LABEL_WHY),
+    "none": _Row(_Labels, *_LABEL_WHY),
+    "match": _Row(
+        Literal["added", "present"],
+        "must be added (the default) or present",
+        _LABELLED,
+    ),
+    "phrase": _Row(
+        _Line,
+        "must be a phrase on one line without spaces around it",
+        ("comment",),
+        fault=_phrase_fault,
+        required=True,
+    ),
+    "action": _Row(
+        _several(str),
+        "must be a non-empty array of actions",
+        _ACTED,
+        "must be an action's name",
+        _repeats,
+        required=True,
+    ),
+    "reviewState": _Row(
+        _several(_literal[REVIEW_STATES]),
+        f"must be a non-empty array out of {', '.join(REVIEW_STATES)}",
+        ("pull_request",),
+        f"must be one of {', '.join(REVIEW_STATES)}",
+        _repeats,
+    ),
+    "number": _Row(
+        _Count, "must be the whole number of an issue or request, 1 or more", _ACTED
+    ),
+}
+
+_REPLICAS_WHY = (
+    f"must be a whole number from 2 to {REPLICAS_MAX}: 1 is a field that does"
+    " nothing, and one more than the default three slots would queue instead of"
+    " racing; remove the field for a single run"
+)
+_REFERENCE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[^\s\x00-\x1f\x7f]+$(?!\n)"
+_COUNT_WHY = "must be a whole number, 1 or more"
+_FORGE_KINDS = tuple(FORGES)
+
+_RUN: dict[str, _Row] = {
+    "kind": _Row(
+        _literal[_KINDS], f"must be one of {', '.join(_KINDS)}", required=True
+    ),
+    "flow": _Row(
+        _matching(r"^[a-z0-9](?:[a-z0-9_-]{0,62}[a-z0-9])?$(?!\n)"),
+        "must name a flow: 1 to 64 of a-z, 0-9, '_' and '-', a letter or digit at"
+        " both ends",
+        required=True,
+    ),
+    "replicas": _Row(
+        Annotated[int, msgspec.Meta(ge=2, le=REPLICAS_MAX)],
+        _REPLICAS_WHY,
+        _FORGE_KINDS,
+        elsewhere="a local run edits the operator's own folder in place, and two"
+        " replicas would edit one tree",
+    ),
+    "replicaModels": _Row(
+        _tuple[_matching(_REFERENCE), ...],
+        "must be an array of provider/model, one for each replica",
+        _FORGE_KINDS,
+        "must be provider/model",
+    ),
+    "image": _Row(
+        _matching("^(?!-)" + _LINE),
+        "must be an image reference: no spaces around it, not starting with '-'",
+    ),
+    "instructions": _Row(
+        Annotated[str, msgspec.Meta(pattern=r"\S", max_length=2_000)],
+        "must be 1 to 2,000 characters that are not all blank",
+        _FORGE_KINDS,
+        elsewhere="say it in run.task",
+    ),
+    "resume": _Row(bool, "must be true or false"),
+    "publish": _Row(
+        Literal["host", "agent"], "must be host (the default) or agent", _FORGE_KINDS
+    ),
+    "repository": _Row(
+        _matching(rf"^(?!\.\.?$)(?!.*/){_LINE}"),
+        "must be a repository's name, without '/' and without spaces around it",
+    ),
+    "folder": _Row(
+        _Text,
+        "must be an absolute path",
+        ("local",),
+        fault=_folder_fault,
+        required=True,
+    ),
+    "task": _Row(_Text, "must say what to do", ("local",), required=True),
+    "allowDirty": _Row(bool, "must be true or false", ("local",)),
+    "provider": _Row(
+        _matching(rf"^{_PROVIDER_NAME.pattern}$(?!\n)"),
+        "must be a provider's name: letters, digits, '.', '_' or '-'",
+    ),
+    "model": _Row(
+        _matching(rf"^{_VISIBLE}+$(?!\n)"), "must be a model's name, without spaces"
+    ),
+    "maxTurns": _Row(_Count, _COUNT_WHY),
+    "maxTokens": _Row(_Count, _COUNT_WHY),
+    "excludeTools": _Row(
+        _several(_literal[TOOLS]),
+        f"must be a non-empty array out of {', '.join(TOOLS)}",
+        each=f"must be one of {', '.join(TOOLS)}",
+        fault=_repeats,
+    ),
+    "forkJoin": _Row(bool, "must be true or false"),
+}
+
+#: Fields of pi-dispatch, the system whose file format this one follows, that
+#: have no counterpart here, and what to do instead.
+_FOREIGN = {
+    "backend": "every job runs in the local Docker Engine",
+    "command": "name a skill with run.flow",
+    "disarmed": "remove the rule",
+    "github": "a local job gets no forge token",
+    "maxCostUsd": "set run.maxTokens",
+    "models": "set run.provider and run.model, or run.replicaModels",
+    "noTools": "set run.excludeTools",
+    "once": "remove the rule when it has done its work",
+    "packages": "bake what a job needs into its image (run.image)",
+    "secrets": "the box gets no secrets",
+    "secretsProfile": "the box gets no secrets",
+    "skillsDir": "skills come from .pi/skills of the serviced repository",
+    "tools": "set run.excludeTools",
+    "waitFor": "a rule starts work at once; `pidispatch pause` holds the queue",
+}
+
+
+# -- the file: positions, duplicates, what JSON does not allow ----------------
+
+_JSON_TOKEN = re.compile(
+    r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL
+)
+_DEPTH_MAX = 64
+
+
+def _child(path: str, key: str | int | None) -> str:
+    """`triggers[3].run` style; keys that are no plain name are quoted."""
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    if key is None or not re.fullmatch(r"[A-Za-z_$][A-Za-z0-9_$-]{0,63}", key):
+        return path if key is None else f"{path}[{_shown(key)}]"
+    return f"{path}.{key}" if path else key
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut where a fault would become unreadable."""
+    if value is msgspec.UNSET:
+        return "(absent)"
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:119] + "…"
+
+
+def _position(text: str, offset: int) -> str:
+    line = text.count("\n", 0, offset) + 1
+    return f"line {line}, column {offset - text.rfind(chr(10), 0, offset)}"
+
+
+def _parse(raw: bytes, faults: list[str]) -> Any:
+    """The file's value, or UNSET when it is not JSON at all."""
+    body = raw.removeprefix(b"\xef\xbb\xbf")
+    try:
+        text = body.decode()
+        _refuse_depth(text)
+        # Digits beyond these are out of any field's range either way, and
+        # Python refuses to convert thousands of them.
+        value = json.loads(text, parse_int=lambda digits: int(digits[:400]))
+    except UnicodeDecodeError as error:
+        before = body[: error.start].decode()
+        faults.append(f"{_position(before, len(before))}: not UTF-8 text")
+        return msgspec.UNSET
+    except json.JSONDecodeError as error:
+        faults.append(f"{_position(text, error.pos)}: not JSON: {error.msg}")
+        return msgspec.UNSET
+    faults.extend(_scan(text))
+    return value
+
+
+def _refuse_depth(text: str) -> None:
+    depth = 0
+    for token in _JSON_TOKEN.finditer(text):
+        depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
+        if depth > _DEPTH_MAX:
+            raise json.JSONDecodeError(
+                f"nested deeper than {_DEPTH_MAX}", text, token.start()
+            )
+
+
+@dataclass
+class _Frame:
+    """An open array or object: its path, the keys met (None in an array)."""
+
+    path: str
+    keys: dict[str, int] | None = None
+    key: str | int | None = None
+
+
+def _scan(text: str) -> Iterator[str]:
+    """What `json.loads` lets pass in a valid text, each with its position."""
+    frames = [_Frame("")]
+    for token in _JSON_TOKEN.finditer(text):
+        word, top = token[0], frames[-1]
+        if word in ("]", "}"):
+            frames.pop()
+        elif word == ",":
+            top.key = top.key + 1 if isinstance(top.key, int) else None
+        elif top.keys is not None and top.key is None:
+            top.key = json.loads(word)
+            yield from _key_faults(text, token.start(), top)
+        elif word in ("[", "{"):
+            here = _child(top.path, top.key)
+            frames.append(_Frame(here, {}) if word == "{" else _Frame(here, key=0))
+        elif word != ":" and (fault := _scalar_fault(word)):
+            where = f"{_position(text, token.start())}: {_child(top.path, top.key)}"
+            yield f"{where}: {word[:120]} {fault}"
+
+
+def _key_faults(text: str, offset: int, frame: _Frame) -> Iterator[str]:
+    assert frame.keys is not None and isinstance(frame.key, str)
+    where = f"{_position(text, offset)}: {_child(frame.path, frame.key)}"
+    first = frame.keys.setdefault(frame.key, offset)
+    if first != offset:
+        at = _position(text, first)
+        yield f"{where}: duplicate key {_shown(frame.key)} (first at {at}); keep one"
+    if _scalar_fault(json.dumps(frame.key)):
+        yield f"{where}: half a surrogate pair is not text"
+
+
+def _scalar_fault(word: str) -> str | None:
+    if word[0] == '"':
+        broken = "\\u" in word and re.search("[\ud800-\udfff]", json.loads(word))
+        return "half a surrogate pair is not text" if broken else None
+    if word in ("true", "false", "null") or word.lstrip("-").isdigit():
+        return None
+    return None if _finite(float(word)) else "is not a finite number"
+
+
+def _finite(number: float) -> bool:
+    return abs(number) < float("inf")
+
+
+# -- an entry: its fields one by one, then the rules between them -------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A value of the file, its path, and the list that its faults go to."""
+
+    path: str
+    value: Any
+    faults: list[str]
+
+    def at(self, *keys: str | int) -> _Place:
+        """What stands below; its value is UNSET where nothing does."""
+        path, value = self.path, self.value
+        for key in keys:
+            path = _child(path, key)
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                value = msgspec.UNSET
+        return _Place(path, value, self.faults)
+
+    def holds(self, *keys: str) -> bool:
+        return self.at(*keys).value is not msgspec.UNSET
+
+    def refuse(self, why: str) -> None:
+        if isinstance(self.value, float) and not _finite(self.value):
+            return  # the scan has named it, with its line
+        self.faults.append(f"{self.path or 'the file'}: {_shown(self.value)} {why}")
+
+    def only(self, fields: Iterable[str], name: str) -> bool:
+        """Whether this is an object; refuses every field it may not have."""
+        if not isinstance(self.value, dict):
+            self.refuse(f"must be an object with {', '.join(fields)}")
+            return False
+        for key in self.value:
+            if key not in fields:
+                self.at(key).refuse(_unknown(key, tuple(fields), name))
+        return True
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[\W_]", "", name.casefold())
+
+
+def _unknown(key: str, fields: Sequence[str], name: str) -> str:
+    """What to say of a key that the object does not know."""
+    import difflib
+
+    home = next((n for n, rows in (("on", _ON), ("run", _RUN)) if key in rows), None)
+    known = {_folded(word): word for word in (*_FOREIGN, *fields)}
+    close = difflib.get_close_matches(_folded(key)[:64], known, 1, 0.65)
+    nearest = known[close[0]] if close else None
+    if home and key not in _FOREIGN:
+        return f"is not a field of {name}; {key} belongs under `{home}`"
+    if nearest in _FOREIGN and (key == nearest or nearest not in fields):
+        return (
+            f"is the field {nearest} of the source system (pi-dispatch), which"
+            f" pidispatch does not have: {_FOREIGN[nearest]}"
+        )
+    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(fields)}"
+    return f"is not a field of {name}; {hint}"
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _right(place: _Place, row: _Row) -> bool:
+    """Whether a field's own type and rule hold; refuses item by item."""
+    if _fits(place.value, row.kind):
+        if fault := row.fault(place.value):
+            place.refuse(fault)
+        return fault is None
+    items = place.value if isinstance(place.value, list) and row.each else []
+    wrong = [i for i, item in enumerate(items) if not _fits([item], row.kind)]
+    for i in wrong:
+        place.at(i).refuse(row.each)
+    if not wrong:
+        place.refuse(row.why)
+    return False
+
+
+def _fields(place: _Place, rows: Mapping[str, _Row], by: str) -> dict[str, Any]:
+    """The right fields of `on` or `run`; `by` is the field that governs."""
+    name = f"`{place.path.rpartition('.')[2]}`"
+    if not place.only(rows, name):
+        return {}
+    governor = place.at(by).value
+    governor = governor if _fits(governor, rows[by].kind) else None
+    right = {}
+    for key, row in rows.items():
+        field = place.at(key)
+        allowed = governor in row.where if row.where and governor else True
+        if field.value is msgspec.UNSET:
+            if row.required and allowed and (governor or not row.where):
+                field.refuse(f"is required: it {row.why}")
+        elif not allowed:
+            field.refuse(
+                f"goes only with {by} {', '.join(row.where)}, not with {governor}"
+                + (f": {row.elsewhere}" if row.elsewhere else "")
+            )
+        elif _right(field, row):
+            right[key] = field.value
+    return right
+
+
+class _Entry(NamedTuple):
+    """One entry under check: where it stands and the fields that are right."""
+
+    place: _Place
+    on: dict[str, Any]
+    run: dict[str, Any]
+
+    @property
+    def type(self) -> str | None:
+        return self.on.get("type")
+
+    @property
+    def kind(self) -> str | None:
+        return self.run.get("kind")
+
+    @property
+    def row(self) -> ForgeRow | None:
+        return FORGES.get(self.kind or "")
+
+    @property
+    def closes(self) -> bool:
+        row = self.row
+        return bool(row and row.close_word in self.on.get("action", ()))
+
+
+def _pairing(entry: _Entry) -> None:
+    if not entry.type or not entry.kind:
+        return
+    if entry.type == "cron" and entry.kind != "local":
+        entry.place.at("run", "kind").refuse("must be local: cron goes only with it")
+    if entry.type != "cron" and entry.kind == "local":
+        entry.place.at("run", "kind").refuse(
+            f"goes only with cron; a {entry.type} rule needs one of"
+            f" {', '.join(_FORGE_KINDS)}"
+        )
+
+
+def _actions(entry: _Entry) -> None:
+    row, actions = entry.row, entry.on.get("action", ())
+    if row is None or entry.type not in _ACTED:
+        return
+    words = row.pr_actions if entry.type == "pull_request" else (row.close_word,)
+    if entry.type == "issue" and row.close_word is None:
+        entry.place.at("on", "type").refuse(f"is not served on {row.kind}")
+        return
+    for i, action in enumerate(actions):
+        if action not in words:
+            entry.place.at("on", "action", i).refuse(
+                f"must be an action of {row.kind}: {', '.join(map(str, words))}"
+            )
+    if entry.closes and len(actions) > 1:
+        entry.place.at("on", "action").refuse(
+            f"must hold {row.close_word} alone; other actions need a rule of their own"
+        )
+
+
+def _selectors(entry: _Entry) -> None:
+    on, row = entry.place.at("on"), entry.row
+    named = any(on.at(key).value not in ([], msgspec.UNSET) for key in ("any", "all"))
+    labels = entry.type == "pull_request" and row and row.label_action
+    if entry.type == "label" and not named:
+        on.at("any").refuse("is required: any or all must name a label that fires it")
+    elif labels and labels in entry.on.get("action", ()) and not named:
+        on.at("any").refuse(f"is required: {labels} needs a label in any or all")
+    elif entry.on.get("match") == "present" and not named:
+        on.at("match").refuse("does nothing without a label in any or all")
+
+
+def _bare(entry: _Entry) -> None:
+    """Rules of type pull_request that may carry no label predicate."""
+    if entry.type != "pull_request" or not (entry.kind == "azure" or entry.closes):
+        return
+    why = "azure's requests carry no labels" if entry.kind == "azure" else "it closes"
+    for key in ("any", "all", "none"):
+        if entry.place.holds("on", key):
+            entry.place.at("on", key).refuse(f"may not stand on this rule: {why}")
+
+
+def _label_fold(kind: str | None) -> Callable[[str], str]:
+    """How label names compare: exactly, except that Azure ignores case."""
+    return str.casefold if kind == "azure" else str
+
+
+def _contradiction(entry: _Entry) -> None:
+    fold = _label_fold(entry.kind)
+    positive = {fold(n) for key in ("any", "all") for n in entry.on.get(key, ())}
+    for i, name in enumerate(entry.on.get("none", ())):
+        if fold(name) in positive:
+            entry.place.at("on", "none", i).refuse(
+                "is in any or all as well: the rule could never fire on it"
+            )
+
+
+def _close_number(entry: _Entry) -> None:
+    if entry.type != "pull_request" or entry.row is None or entry.closes:
+        return
+    if "action" in entry.on and entry.place.holds("on", "number"):
+        entry.place.at("on", "number").refuse("goes only with a close action")
+
+
+def _review_state(entry: _Entry) -> None:
+    place = entry.place.at("on", "reviewState")
+    if place.value is msgspec.UNSET or entry.type != "pull_request":
+        return
+    if entry.kind != "github" or "review_submitted" not in entry.on.get("action", ()):
+        place.refuse("goes only with github and the action review_submitted")
+
+
+def _replicas(entry: _Entry) -> None:
+    if "replicas" in entry.run and entry.run.get("resume"):
+        entry.place.at("run", "replicas").refuse(
+            "may not stand beside resume: a resumed run continues one lineage,"
+            " replicas would fork it and share its transcript and lock"
+        )
+
+
+def _replica_models(entry: _Entry) -> None:
+    place = entry.place.at("run", "replicaModels")
+    if place.value is msgspec.UNSET or entry.kind == "local":
+        return
+    if not entry.place.holds("run", "replicas"):
+        place.refuse("does nothing without run.replicas")
+    wanted, given = entry.run.get("replicas"), entry.run.get("replicaModels")
+    if wanted and given is not None and len(given) != wanted:
+        place.refuse(f"must name exactly {wanted} models, one for each replica")
+    for key in ("provider", "model"):
+        if entry.place.holds("run", key):
+            entry.place.at("run", key).refuse(
+                "does nothing beside run.replicaModels, which names every model"
+            )
+
+
+def _resume(entry: _Entry) -> None:
+    if entry.run.get("resume") and (entry.kind == "local" or entry.type == "cron"):
+        entry.place.at("run", "resume").refuse(
+            "may not be true on a cron rule: a local run keeps no session"
+        )
+
+
+def _repository(entry: _Entry) -> None:
+    if not entry.type or not entry.kind:
+        return
+    place = entry.place.at("run", "repository")
+    wanted = entry.kind == "azure" and entry.type in ("label", "comment")
+    if wanted and place.value is msgspec.UNSET:
+        place.refuse("is required: a work item belongs to no repository of its own")
+    if not wanted and place.value is not msgspec.UNSET:
+        place.refuse("goes only with azure's label and comment rules")
+
+
+#: The rules between fields, asked of every entry after its fields.
+_RULES: tuple[Callable[[_Entry], None], ...] = (
+    _pairing,
+    _actions,
+    _selectors,
+    _bare,
+    _contradiction,
+    _close_number,
+    _review_state,
+    _replicas,
+    _replica_models,
+    _resume,
+    _repository,
+)
+
+
+def _entry(place: _Place) -> _Entry:
+    if not place.only(("on", "run"), "a rule"):
+        return _Entry(place, {}, {})
+    on = _fields(place.at("on"), _ON, "type")
+    entry = _Entry(place, on, _fields(place.at("run"), _RUN, "kind"))
+    for rule in _RULES:
+        rule(entry)
+    return entry
+
+
+def _entries(root: _Place) -> list[_Entry]:
+    if not root.only(("$schema", "triggers"), "the file"):
+        return []
+    if root.holds("$schema") and not isinstance(root.at("$schema").value, str):
+        root.at("$schema").refuse("must be a string")
+    listed = root.at("triggers")
+    if not isinstance(listed.value, list):
+        listed.refuse("must be an array of rules; [] is an empty one")
+        return []
+    entries = [_entry(listed.at(i)) for i in range(len(listed.value))]
+    _refuse_twins(entries, "cron", lambda entry: entry.on.get("id"), "id")
+    _refuse_twins(entries, "comment", lambda entry: entry.kind, "phrase")
+    return entries
+
+
+def _refuse_twins(
+    entries: Sequence[_Entry],
+    kind: str,
+    identity: Callable[[_Entry], str | None],
+    field: str,
+) -> None:
+    """Refuse a rule of a type whose identity an earlier one has taken."""
+    first: dict[str, str] = {}
+    for entry in entries:
+        name = identity(entry) if entry.type == kind else None
+        if name is not None and name in first:
+            entry.place.at("on", field).refuse(
+                f"is a second {kind} rule for {name}; {first[name]} is the first"
+            )
+        elif name is not None:
+            first[name] = entry.place.path
+
+
 def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
-    """Validate a whole triggers file; raises `Faults` naming every fault."""
-    raise NotImplementedError
+    """Validate a whole triggers file; raises `Faults` naming every fault.
+
+    A fault reads `triggers[3].run.replicas: 4 must be …`: the field's path
+    with the rule's index, its value as JSON, why it is refused, what to do.
+    Faults of the file as a whole begin with their line and column.
+    """
+    faults: list[str] = []
+    root = _Place("", _parse(text, faults), faults)
+    entries = _entries(root) if root.value is not msgspec.UNSET else []
+    if faults:
+        raise Faults(source, faults)
+    return tuple(
+        Rule(i, msgspec.convert(entry.on, On), msgspec.convert(entry.run, Run))
+        for i, entry in enumerate(entries)
+    )
+
+
+def read_triggers(path: Path) -> tuple[Rule, ...]:
+    """`load_triggers` of a file; one that cannot be read is a fault as well."""
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise Faults(str(path), [f"cannot be read: {why}"]) from error
+    return load_triggers(text, str(path))
 
 
 def triggers_schema() -> dict[str, Any]:
-    """The JSON Schema of triggers.json, from the models that validate it."""
-    raise NotImplementedError
+    """The JSON Schema of triggers.json, from the rows that validate it.
+
+    It takes every valid file and some more: rules between fields are ours.
+    """
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "pidispatch triggers",
+        **_as_object(
+            {
+                "$schema": {"type": "string"},
+                "triggers": {
+                    "type": "array",
+                    "items": _as_object(
+                        {"on": _rows_schema(_ON), "run": _rows_schema(_RUN)},
+                        ("on", "run"),
+                    ),
+                },
+            },
+            ("triggers",),
+        ),
+    }
+
+
+def _as_object(properties: dict[str, Any], required: Sequence[str]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _rows_schema(rows: Mapping[str, _Row]) -> dict[str, Any]:
+    properties = {
+        name: {
+            "description": row.why
+            + (f" (only with {', '.join(row.where)})" if row.where else ""),
+            **msgspec.json.schema(row.kind),
+        }
+        for name, row in rows.items()
+    }
+    required = [name for name, row in rows.items() if row.required and not row.where]
+    return _as_object(properties, required)
+
+
+# -- matching an event to a rule ----------------------------------------------
+
+#: What counts as added by the actions that a label rule knows: everything the
+#: item carries, what the event says was added, or nothing. GitHub's `opened`
+#: is silent because a `labeled` follows for each label.
+_LABEL_ACTIONS: dict[str, dict[str | None, Literal["all", "added", "nothing"]]] = {
+    "github": {"labeled": "added", "opened": "nothing", "reopened": "nothing"},
+    "gitlab": {"open": "all", "update": "added", "reopen": "nothing"},
+    "forgejo": {"opened": "all", "label_updated": "added", "reopened": "nothing"},
+    "azure": {"created": "all", "updated": "added"},
+}
+
+#: A newly created comment in the forge's words; Azure has none, its parser
+#: tells new from edited. GitLab before 16.11 sends no action with a note.
+_COMMENT_ACTIONS: dict[str, tuple[str | None, ...]] = {
+    "github": ("created",),
+    "gitlab": ("create", None),
+    "forgejo": ("created",),
+}
+
+#: From far to near: of several rules that did not match, the reason of the one
+#: that came nearest is reported.
+_NEARNESS = (
+    "no-allowlisted-label",
+    "no-matching-pr-trigger",
+    "no-matching-close-trigger",
+    "review-state-not-matched",
+    "no-review-body",
+    "label-not-added",
+)
 
 
 def match_event(rules: Sequence[Rule], event: Event) -> Match | Drop:
-    """The first rule of the event's forge that matches, or why none does."""
-    raise NotImplementedError
+    """The first rule of the event's forge that matches, or why none does.
+
+    Who asked is not looked at: that comes after a match.
+    """
+    if event.fault or event.kind is None:
+        return Drop(event.fault or "unhandled-event")
+    if not _actionable(event):
+        return Drop("action-not-actionable")
+    mine = [r for r in rules if (r.run.kind, r.on.type) == (event.forge, event.kind)]
+    if event.kind == "comment":
+        return _match_comment(mine, rules, event)
+    nearest = _far(event)
+    for rule in mine:
+        found = _JUDGES[event.kind](rule, event)
+        if not isinstance(found, Drop):
+            return Match(rule, rule.run.flow, found)
+        nearest = max(nearest, found, key=lambda drop: _NEARNESS.index(drop.reason))
+    return nearest
+
+
+def _actionable(event: Event) -> bool:
+    """Whether some rule type of the forge knows the event's action."""
+    row = FORGES[event.forge]
+    if event.kind == "label":
+        return event.action in _LABEL_ACTIONS[event.forge]
+    if event.kind == "comment":
+        known = _COMMENT_ACTIONS.get(event.forge)
+        return known is None or event.action in known
+    if event.kind == "issue":
+        return event.action is not None and event.action == row.close_word
+    return event.action in row.pr_actions
+
+
+def _far(event: Event) -> Drop:
+    """The reason when no rule came near."""
+    if event.kind == "label":
+        return Drop("no-allowlisted-label")
+    if event.action == FORGES[event.forge].close_word:
+        return Drop("no-matching-close-trigger")
+    return Drop("no-matching-pr-trigger")
+
+
+def _holds(on: On, present: Set[str], fold: Callable[[str], str]) -> bool:
+    """The predicate over a label set; an absent selector is true."""
+    return (
+        (not on.any or any(fold(name) in present for name in on.any))
+        and all(fold(name) in present for name in on.all)
+        and not any(fold(name) in present for name in on.none)
+    )
+
+
+def _judge_labels(rule: Rule, event: Event) -> str | Drop:
+    """The label that fires the rule: named by it and, by default, just added."""
+    on, fold = rule.on, _label_fold(event.forge)
+    present = {fold(name) for name in (*event.labels, *(event.added or ()))}
+    if not _holds(on, present, fold):
+        return Drop("no-allowlisted-label")
+    # What was added is not always told (None): then the whole set counts.
+    told = present if event.added is None else {fold(name) for name in event.added}
+    counting = {"all": present, "added": told, "nothing": set[str]()}
+    mode = _LABEL_ACTIONS[event.forge].get(event.action, "added")
+    fresh = counting[mode]
+    if on.match == "present" and (mode != "added" or told):
+        fresh = present
+    named = next((name for name in (*on.any, *on.all) if fold(name) in fresh), None)
+    return Drop("label-not-added") if named is None else named
+
+
+def _judge_request(rule: Rule, event: Event) -> str | Drop:
+    on, row = rule.on, FORGES[event.forge]
+    if event.action is None or event.action not in on.action:
+        return _far(event)
+    if event.action == row.close_word:
+        return _judge_close(rule, event)
+    if event.action == "review_submitted":
+        if on.reviewState and event.review_state not in on.reviewState:
+            return Drop("review-state-not-matched")
+        if event.review_state == "commented" and not (event.review or "").strip():
+            return Drop("no-review-body")
+    labelling = _LABEL_ACTIONS[event.forge].get(event.action) == "added"
+    if labelling and on.match == "added" and (on.any or on.all):
+        found = _judge_labels(rule, event)
+        return _far(event) if found == Drop("no-allowlisted-label") else found
+    fold = _label_fold(event.forge)
+    present = {fold(name) for name in (*event.labels, *(event.added or ()))}
+    return event.action if _holds(on, present, fold) else _far(event)
+
+
+def _judge_close(rule: Rule, event: Event) -> str | Drop:
+    number = event.target.number if event.target else None
+    if event.action in rule.on.action and rule.on.number in (None, number):
+        return str(event.action)
+    return _far(event)
+
+
+_JUDGES: dict[str, Callable[[Rule, Event], str | Drop]] = {
+    "label": _judge_labels,
+    "pull_request": _judge_request,
+    "issue": _judge_close,
+}
+
+
+def _match_comment(
+    mine: Sequence[Rule], rules: Sequence[Rule], event: Event
+) -> Match | Drop:
+    """The phrase in the comment; the word after it may choose the flow."""
+    work_item = event.forge == "azure" and event.target and event.target.type == "issue"
+    for rule in mine:
+        phrase = rule.on.phrase or ""
+        word = _mentioned(
+            phrase, event.comment or "", "html" if work_item else "markdown"
+        )
+        if word is not None:
+            flows = {r.run.flow for r in rules if r.run.kind != "local"}
+            return Match(rule, word if word in flows else rule.run.flow, phrase)
+    return Drop("no-trigger-phrase")
+
+
+# -- the jobs of a match ------------------------------------------------------
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -1113,6 +2189,22 @@ def _replica(plain: Job, event: Event, i: int, n: int) -> Job:
 # =============================================================================
 
 
+class Unauthorized(PidispatchError):
+    """A delivery without a valid credential; nothing in it was read."""
+
+
+class Malformed(PidispatchError):
+    """A delivery whose credential holds and whose bytes cannot be understood."""
+
+
+class Rejected(PidispatchError):
+    """A forge's API said a determinate no; `status` is its HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Credential(msgspec.Struct, frozen=True):
     """A forge token as git needs it; `repr` never shows it."""
 
@@ -1132,7 +2224,13 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Forge(Protocol):
-    """What the rest of pidispatch asks of a forge."""
+    """What the rest of pidispatch asks of a forge.
+
+    Header names are in lower case. `verify` raises Unauthorized, `parse`
+    Malformed; whatever talks to the API raises InfraError when it could not
+    tell, Rejected or Refused on a determinate no. `own_id` is None when there
+    is no identity of ours because no token is configured.
+    """
 
     kind: ForgeKind
 
@@ -1163,38 +2261,2510 @@ class Forge(Protocol):
     def retitle_request(self, repo: str, number: int, title: str) -> None: ...
 
 
+FORM_TYPE = "application/x-www-form-urlencoded"
+
+#: Seconds to connect to a forge's API, and between two reads of its answer.
+API_TIMEOUT = (5.0, 10.0)
+PAGE_SIZE = 100
+
+#: JSON that is not an object: a field of a wrong type is a missing field, and
+#: never an error that a forge would count against the hook.
+_Odd = str | int | float | bool | list[Any] | None
+
+
+def _shaped(kind: type[T], value: object) -> T:
+    """`value` if it has the promised shape, else an object with every field unset."""
+    return value if isinstance(value, kind) else kind()
+
+
+def _str(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _id(value: object) -> str | None:
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if number and cast(int, value) >= 1 else None
+
+
+def _number(value: object) -> int | None:
+    text = _id(value)
+    return int(text) if text and int(text) <= MAX_NUMBER else None
+
+
+def _time(value: object) -> float | None:
+    """Seconds since the epoch of an ISO time with a zone; sentinels are None."""
+    from datetime import datetime
+
+    try:
+        moment = datetime.fromisoformat(_str(value))
+        return moment.timestamp() if moment.tzinfo and moment.year > 1970 else None
+    except (ValueError, OverflowError):
+        return None
+
+
+_SEGMENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,100}")
+_SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+
+
+def _owner_and_name(value: object) -> str | None:
+    """`owner/name` when it is exactly two safe path segments."""
+    parts = _str(value).split("/")
+    safe = len(parts) == 2 and all(_SEGMENT.fullmatch(part) for part in parts)
+    return "/".join(parts) if safe else None
+
+
+def _form_payload(body: bytes) -> bytes:
+    """The JSON in the one field `payload` of a url-encoded form."""
+    from urllib.parse import unquote_to_bytes
+
+    fields = [f for f in body.split(b"&") if f.startswith(b"payload=")]
+    if len(fields) != 1:
+        raise Malformed("the form has no single field 'payload'")
+    return unquote_to_bytes(fields[0][len(b"payload=") :].replace(b"+", b" "))
+
+
+def _decode(kind: type[T], body: bytes) -> T:
+    """A typed struct that names the fields we need: decoding is the whitelist."""
+    try:
+        body.decode()
+        return msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"), type=kind)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not the JSON we expect: {type(error).__name__}") from error
+
+
+def _mac_holds(keys: Sequence[str], given: str, body: bytes) -> bool:
+    """Whether hex `given` is the HMAC-SHA256 of `body` under any of the keys.
+
+    Every key is tried, on bytes: `compare_digest` raises on non-ASCII text.
+    """
+    if not re.fullmatch(r"[0-9A-Fa-f]{64}", given, re.ASCII):
+        return False
+    mac = bytes.fromhex(given)
+    held = False
+    for key in keys:
+        made = hmac.digest(key.encode(), body, "sha256")
+        held |= hmac.compare_digest(mac, made)
+    return held
+
+
+def _bearer(
+    token: str | None,
+) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
+    """Sets the token last: else requests lets a ~/.netrc entry replace it."""
+
+    def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if token is not None:
+            request.headers["Authorization"] = f"Bearer {token}"
+        return request
+
+    return sign
+
+
+class ApiForge(Forge):
+    """What forges share: one session, and answers sorted into kinds of error."""
+
+    #: The field of Settings that holds the webhook's secrets.
+    secret_field: ClassVar[str]
+    event_header: ClassVar[str]
+    delivery_header: ClassVar[str]
+    api: str
+    api_headers: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        self.settings = settings
+        self.session = session
+        self.clock = clock
+        self._own: str | None = None
+
+    @classmethod
+    def secrets(cls, settings: Settings) -> tuple[str, ...]:
+        """The webhook's secrets; a forge without any is not served."""
+        return cast(tuple[str, ...], getattr(settings, cls.secret_field))
+
+    def json_of(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The JSON of a delivery, taken out of its form if it came in one."""
+        media = headers.get("content-type", "").partition(";")[0].strip().lower()
+        return _form_payload(body) if media == FORM_TYPE else body
+
+    def event_of(self, body: bytes) -> str | None:
+        """The event of a stored body without headers, if its fields tell."""
+        raise NotImplementedError
+
+    def own_id(self) -> str | None:
+        if self._own is None:
+            try:
+                self._own = self._who_we_are()
+            except Rejected as error:
+                raise InfraError(error.message) from error
+        return self._own
+
+    def _who_we_are(self) -> str | None:
+        raise NotImplementedError
+
+    def _limited(self, response: requests.Response) -> bool:
+        return response.status_code == 429
+
+    def _call(
+        self,
+        what: str,
+        answer: type[T],
+        method: str,
+        path: str,
+        token: str | None,
+        body: object = None,
+        **params: str | int,
+    ) -> T:
+        """One API request, read as `answer`; `what` says it in a message.
+
+        Never redirected: a token must not follow a Location. Raises InfraError
+        (network, 5xx, rate limit, an odd body) or Rejected.
+        """
+        import requests
+
+        try:
+            response = self.session.request(
+                method,
+                self.api + path,
+                params=params,
+                json=body,
+                headers=self.api_headers,
+                auth=_bearer(token),
+                timeout=API_TIMEOUT,
+                allow_redirects=False,
+            )
+        except requests.RequestException as error:
+            kind = type(error).__name__
+            raise InfraError(f"{self.kind}: cannot {what}: {kind}") from error
+        return self._read(what, answer, response)
+
+    def _read(self, what: str, answer: type[T], response: requests.Response) -> T:
+        status = response.status_code
+        said = f"{self.kind}: cannot {what}: HTTP {status}"
+        if status >= 500 or self._limited(response):
+            raise InfraError(said)
+        if not 200 <= status < 300:
+            raise Rejected(said, status)
+        try:
+            return msgspec.json.decode(response.content, type=answer)
+        except (ValueError, RecursionError) as error:
+            raise InfraError(f"{said}, with an odd body") from error
+
+    def _pages(
+        self, what: str, answer: type[list[T]], path: str, token: str | None
+    ) -> Iterator[T]:
+        """Every row of a list, page by page."""
+        for page in itertools.count(1):
+            size = PAGE_SIZE
+            rows = self._call(
+                what, answer, "GET", path, token, per_page=size, page=page
+            )
+            yield from rows
+            if len(rows) < size:
+                return
+
+
+def _no_token(why: str, fix: str) -> Refused:
+    return Refused("forge-token-unavailable", why, fix)
+
+
+class _GitHubUser(msgspec.Struct):
+    id: Any = None
+    login: Any = None
+
+
+class _GitHubLabel(msgspec.Struct):
+    name: Any = None
+
+
+class _GitHubHead(msgspec.Struct):
+    sha: Any = None
+
+
+class _GitHubItem(msgspec.Struct):
+    """An issue, a pull request, a comment or a review: what we read of any."""
+
+    id: Any = None
+    number: Any = None
+    title: Any = None
+    body: Any = None
+    state: Any = None
+    updated_at: Any = None
+    author_association: Any = None
+    user: _GitHubUser | _Odd = None
+    labels: list[_GitHubLabel | _Odd] | str | int | float | bool | None = None
+    pull_request: Any = None
+    head: _GitHubHead | _Odd = None
+
+
+class _GitHubRepository(msgspec.Struct):
+    id: Any = None
+    full_name: Any = None
+
+
+class _GitHubDelivery(msgspec.Struct):
+    action: Any = None
+    issue: _GitHubItem | _Odd = None
+    pull_request: _GitHubItem | _Odd = None
+    comment: _GitHubItem | _Odd = None
+    review: _GitHubItem | _Odd = None
+    label: _GitHubLabel | _Odd = None
+    repository: _GitHubRepository | _Odd = None
+    sender: _GitHubUser | _Odd = None
+
+
+class _GitHubAccount(msgspec.Struct):
+    id: int
+
+
+class _GitHubPermission(msgspec.Struct):
+    permission: str
+    user: _GitHubAccount | None = None
+
+
+class _GitHubApp(msgspec.Struct):
+    slug: str
+
+
+class _GitHubToken(msgspec.Struct):
+    token: str
+    expires_at: str
+
+
+class _GitHubDefault(msgspec.Struct):
+    default_branch: str
+
+
+class _GitHubNote(msgspec.Struct):
+    body: str | None = None
+    user: _GitHubAccount | None = None
+
+
+class _GitHubBranch(msgspec.Struct):
+    ref: str
+    repo: _GitHubRepository | None = None
+
+
+class _GitHubPull(msgspec.Struct):
+    number: int
+    html_url: str
+    title: str = ""
+    head: _GitHubBranch | None = None
+
+
+#: The least an installation token can hold.
+_READ = {"metadata": "read"}
+
+
+def _actor(user: object) -> Actor | None:
+    found = _shaped(_GitHubUser, user)
+    number = _id(found.id)
+    return Actor(number, _str(found.login)) if number else None
+
+
+def _label_names(*labels: object) -> tuple[str, ...]:
+    names = (_str(_shaped(_GitHubLabel, label).name) for label in labels)
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+class GitHub(ApiForge):
+    """github.com and GitHub Enterprise Server.
+
+    Facts: docs.github.com "Webhook events and payloads", "Validating webhook
+    deliveries", REST "Collaborators", "Pulls", "Issues", "Apps".
+    """
+
+    kind: ForgeKind = "github"
+    secret_field = "webhook_secret"
+    event_header = "x-github-event"
+    delivery_header = "x-github-delivery"
+    api_headers = {
+        "Accept": "application/vnd.github+json",
+        "X-GitHub-Api-Version": "2022-11-28",
+        "User-Agent": f"pidispatch/{__version__}",
+    }
+    #: Which trigger type a served action may fire. `opened` and `reopened` of
+    #: an issue are for rules that match the labels present.
+    served: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "issues": {
+            "labeled": "label",
+            "opened": "label",
+            "reopened": "label",
+            "closed": "issue",
+        },
+        "issue_comment": {"created": "comment"},
+        "pull_request": dict.fromkeys(
+            ("labeled", "opened", "synchronize", "reopened", "closed"), "pull_request"
+        ),
+        "pull_request_review": {"submitted": "pull_request"},
+    }
+    #: Author associations whose word starts work.
+    steers = ("OWNER", "MEMBER", "COLLABORATOR")
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        super().__init__(settings, session, clock)
+        self.api = settings.github_api_url
+        self._tokens: dict[str, tuple[str, float]] = {}
+
+    # --- a delivery
+
+    def verify(self, headers: Mapping[str, str], body: bytes) -> None:
+        scheme, _, mac = headers.get("x-hub-signature-256", "").partition("=")
+        if scheme != "sha256" or not _mac_holds(
+            self.settings.webhook_secret, mac, body
+        ):
+            raise Unauthorized("github: X-Hub-Signature-256 does not hold")
+
+    def parse(self, headers: Mapping[str, str], body: bytes) -> Event:
+        name = headers.get(self.event_header, "").strip()
+        delivery = headers.get(self.delivery_header, "").strip()
+        if not name or not delivery:
+            raise Malformed("X-GitHub-Event and X-GitHub-Delivery are required")
+        sent = _decode(_GitHubDelivery, self.json_of(headers, body))
+        event = self._event(name, delivery, sent)
+        return msgspec.structs.replace(event, fault=self._fault(event))
+
+    def event_of(self, body: bytes) -> str | None:
+        sent = _decode(_GitHubDelivery, body)
+        names = {
+            "pull_request_review": sent.review,
+            "issue_comment": sent.comment and sent.issue,
+            "pull_request": sent.pull_request and not sent.comment,
+            "issues": sent.issue,
+        }
+        return next((name for name, there in names.items() if there), None)
+
+    def _event(self, name: str, delivery: str, sent: _GitHubDelivery) -> Event:
+        item = _shaped(_GitHubItem, sent.issue or sent.pull_request)
+        comment = _shaped(_GitHubItem, sent.comment)
+        review = _shaped(_GitHubItem, sent.review)
+        said = _shaped(_GitHubItem, sent.comment or sent.review or item)
+        repository = _shaped(_GitHubRepository, sent.repository)
+        target = self._target(sent, item)
+        action = _str(sent.action) or None
+        kind = self.served.get(name, {}).get(action or "")
+        if name == "pull_request_review" and kind:
+            action = "review_submitted"
+        if name == "issues" and target and target.type == "pull_request":
+            kind = None
+        added = _label_names(sent.label) if action == "labeled" else ()
+        present = item.labels if isinstance(item.labels, list) else []
+        sha = _str(_shaped(_GitHubHead, item.head).sha)
+        return Event(
+            forge="github",
+            delivery=delivery,
+            name=name,
+            kind=cast(Any, kind),
+            action=action,
+            repo=_owner_and_name(repository.full_name),
+            repo_id=_id(repository.id),
+            target=target,
+            actor=_actor(sent.sender),
+            author=_actor(said.user),
+            association=_str(said.author_association) or None,
+            labels=tuple(dict.fromkeys((*_label_names(*present), *added))),
+            added=added,
+            comment=_str(comment.body) if sent.comment else None,
+            comment_id=_id(comment.id),
+            review_state=_str(review.state).lower() or None,
+            review=_str(review.body) if sent.review else None,
+            head=sha if _SHA.fullmatch(sha) else None,
+            when=_time(item.updated_at),
+        )
+
+    @staticmethod
+    def _target(sent: _GitHubDelivery, item: _GitHubItem) -> Target | None:
+        number = _number(item.number)
+        if number is None:
+            return None
+        request = not sent.issue or item.pull_request is not None
+        kind: TargetType = "pull_request" if request else "issue"
+        return Target(kind, number, _str(item.title), _str(item.body))
+
+    def _fault(self, event: Event) -> str | None:
+        if event.name not in self.served:
+            return "unhandled-event"
+        if event.kind is None:
+            return "action-not-actionable"
+        if event.repo is None:
+            return "no-repository"
+        return None if event.target else "missing-number"
+
+    # --- who asked
+
+    def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
+        """`association` belongs to the author, so it decides only for them."""
+        if event.action == "labeled":
+            return "allowed"
+        acted = event.actor and event.author and event.actor.id == event.author.id
+        if event.action == "closed" or not acted or event.association is None:
+            return "ask"
+        if event.association not in self.steers:
+            return "denied"
+        return "ask" if self.settings.github_authority == "api" else "allowed"
+
+    def ask(self, event: Event) -> bool:
+        """Whether the actor may write. A login that has since passed to another
+        account answers for that account, so its id must be the actor's."""
+        if event.repo is None or event.actor is None or not event.actor.login:
+            return False
+        what, login = "read a permission", _quoted(event.actor.login)
+        path = f"/repos/{event.repo}/collaborators/{login}/permission"
+        try:
+            token = self._token(event.repo)
+            found = self._call(what, _GitHubPermission, "GET", path, token)
+        except Rejected as error:
+            if error.status == 404:
+                return False
+            raise InfraError(error.message) from error
+        except Refused as error:
+            raise InfraError(error.message, error.fix) from error
+        same = found.user is None or str(found.user.id) == event.actor.id
+        return same and found.permission in ("admin", "write")
+
+    def _who_we_are(self) -> str | None:
+        what = "read our own account"
+        if self.settings.github_auth_source == "app":
+            return self._bot_id(what)
+        try:
+            token = self._token("")
+        except Refused:
+            return None
+        return str(self._call(what, _GitHubAccount, "GET", "/user", token).id)
+
+    def _bot_id(self, what: str) -> str | None:
+        """An App acts as the user `<slug>[bot]`; its id is not the App's."""
+        try:
+            ticket = self._app_jwt()
+        except Refused:
+            return None
+        slug = self._call(what, _GitHubApp, "GET", "/app", ticket).slug
+        path = "/users/" + _quoted(f"{slug}[bot]")
+        number, token = self.settings.github_app_installation, None
+        if number is not None:
+            # a server in private mode shows nobody to a caller without a token
+            token = self._installation_token(number, {"permissions": _READ}).token
+        return str(self._call(what, _GitHubAccount, "GET", path, token).id)
+
+    # --- credentials
+
+    def credential(self, repo: str) -> Credential:
+        """A token for git and, with publish=agent, the box: an App's is always
+        minted afresh, for this repository alone and with its whole hour."""
+        if self.settings.github_auth_source == "app":
+            return Credential("x-access-token", self._mint(repo)[0])
+        return Credential("x-access-token", self._token(repo))
+
+    def _token(self, repo: str) -> str:
+        """The token of our own API calls. Raises Refused when there is none."""
+        source = self.settings.github_auth_source
+        if source == "pat":
+            if self.settings.github_pat is None:
+                raise _no_token("GitHub has no token", "set GITHUB_PAT")
+            return self.settings.github_pat
+        key = repo if source == "app" else ""
+        token, until = self._tokens.get(key, ("", 0.0))
+        if self.clock() >= until:
+            token, until = self._mint(repo) if source == "app" else self._gh_token()
+            self._tokens[key] = (token, until)
+        return token
+
+    def _gh_token(self) -> tuple[str, float]:
+        import subprocess
+
+        host = self.clone_url("").split("/")[2]
+        argv = ["gh", "auth", "token", "--hostname", host]
+        try:
+            done = subprocess.run(argv, capture_output=True, timeout=10, check=True)
+        except subprocess.TimeoutExpired as error:
+            raise InfraError("`gh auth token` did not answer") from error
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise _no_token("`gh` has no token", f"gh auth login -h {host}") from error
+        token = done.stdout.decode("ascii", "replace").strip()
+        if not token:
+            raise _no_token("`gh` has no token", f"gh auth login -h {host}")
+        return token, self.clock() + 300
+
+    def _mint(self, repo: str) -> tuple[str, float]:
+        """An installation token for one repository, and when to stop using it."""
+        number = self.settings.github_app_installation
+        try:
+            if number is None:
+                what, path = "find the installation", f"/repos/{repo}/installation"
+                ticket = self._app_jwt()
+                found = self._call(what, _GitHubAccount, "GET", path, ticket)
+                number = str(found.id)
+            only = {"repositories": [repo.rpartition("/")[2]]}
+            made = self._installation_token(number, only)
+        except Rejected as error:
+            raise _no_token(error.message, "install the App there") from error
+        return made.token, (_time(made.expires_at) or 0.0) - 300
+
+    def _installation_token(self, number: str, bounds: object) -> _GitHubToken:
+        path = f"/app/installations/{_quoted(number)}/access_tokens"
+        ticket = self._app_jwt()
+        return self._call("mint a token", _GitHubToken, "POST", path, ticket, bounds)
+
+    def _app_jwt(self) -> str:
+        """The App's own ticket: at most ten minutes, dated back a minute for
+        clocks that differ (docs: "Generating a JSON Web Token")."""
+        app, key = self.settings.github_app_id, self.settings.github_app_key
+        if app is None or key is None:
+            fix = "set GITHUB_APP_ID and GITHUB_APP_PRIVATE_KEY_FILE"
+            raise _no_token("the GitHub App is not configured", fix)
+        try:
+            import jwt
+        except ImportError as error:
+            fix = "pip install 'pidispatch[github-app]'"
+            raise _no_token("PyJWT is not installed", fix) from error
+        now = int(self.clock())
+        claims = {"iat": now - 60, "exp": now + 540, "iss": app}
+        try:
+            return jwt.encode(claims, key.read_bytes(), algorithm="RS256")
+        except (OSError, ValueError, TypeError, jwt.PyJWTError) as error:
+            why = f"GITHUB_APP_PRIVATE_KEY_FILE: {type(error).__name__}"
+            raise _no_token(why, "point it at the App's PEM file") from error
+
+    def _limited(self, response: requests.Response) -> bool:
+        """Secondary limits come as 403 (docs: "Rate limits for the REST API")."""
+        spent = (
+            "retry-after" in response.headers
+            or response.headers.get("x-ratelimit-remaining") == "0"
+            or b"rate limit" in response.content
+        )
+        return super()._limited(response) or (response.status_code == 403 and spent)
+
+    # --- the repository and its requests
+
+    def clone_url(self, repo: str) -> str:
+        root = self.api.removesuffix("/api/v3")
+        if root == "https://api.github.com":
+            root = "https://github.com"
+        scheme, _, rest = root.partition("://")
+        return f"{scheme}://{rest.partition('/')[0]}/{repo}.git"
+
+    def default_branch(self, repo: str) -> str:
+        what, path, token = "read the repository", f"/repos/{repo}", self._token(repo)
+        return self._call(what, _GitHubDefault, "GET", path, token).default_branch
+
+    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
+        """Post once: a comment of ours that holds the marker is the same one."""
+        path = f"/repos/{repo}/issues/{target.number}/comments"
+        token, own = self._token(repo), self.own_id()
+        for note in self._pages("read the comments", list[_GitHubNote], path, token):
+            ours = note.user is None or own is None or str(note.user.id) == own
+            if ours and marker in (note.body or ""):
+                return
+        said = text if marker in text else f"{text}\n\n{marker}"
+        self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
+
+    def find_request(self, repo: str, head: str) -> Request | None:
+        """The open pull request of exactly this branch of this repository.
+
+        GitHub drops a `head` filter it cannot read, so each row is compared.
+        """
+        rows = self._call(
+            "look for the pull request",
+            list[_GitHubPull],
+            "GET",
+            f"/repos/{repo}/pulls",
+            self._token(repo),
+            state="open",
+            head=f"{repo.partition('/')[0]}:{head}",
+            per_page=PAGE_SIZE,
+        )
+        for row in rows:
+            if row.head and row.head.ref == head and _same_repo(row.head.repo, repo):
+                return Request(row.number, row.html_url, row.title)
+        return None
+
+    def open_request(
+        self, repo: str, head: str, base: str, title: str, body: str
+    ) -> Request:
+        what, path = "open the pull request", f"/repos/{repo}/pulls"
+        asked = {"title": title, "head": head, "base": base, "body": body}
+        try:
+            row = self._call(what, _GitHubPull, "POST", path, self._token(repo), asked)
+        except Rejected as error:
+            found = self.find_request(repo, head) if error.status == 422 else None
+            if found is None:
+                raise
+            return found
+        return Request(row.number, row.html_url, row.title)
+
+    def retitle_request(self, repo: str, number: int, title: str) -> None:
+        what, path = "retitle the pull request", f"/repos/{repo}/pulls/{number}"
+        asked = {"title": title}
+        self._call(what, _GitHubPull, "PATCH", path, self._token(repo), asked)
+
+
+def _quoted(segment: str) -> str:
+    from urllib.parse import quote
+
+    return quote(segment, safe="")
+
+
+def _same_repo(found: _GitHubRepository | None, repo: str) -> bool:
+    return found is not None and _str(found.full_name).lower() == repo.lower()
+
+
+_FORGE_CLASSES: dict[str, type[ApiForge]] = {"github": GitHub}
+
+
+def forges_of(
+    settings: Settings, session: requests.Session | None = None
+) -> dict[str, Forge]:
+    """The served forges: those with a webhook secret. Unset never means no check."""
+    import requests
+
+    session = session or requests.Session()
+    return {
+        kind: forge(settings, session)
+        for kind, forge in _FORGE_CLASSES.items()
+        if forge.secrets(settings)
+    }
+
+
+def trial_forge(kind: str, secret: str | None) -> ApiForge:
+    """A forge that judges stored deliveries; it has no token and asks no API."""
+    import requests
+
+    made = _FORGE_CLASSES.get(kind)
+    if made is None:
+        known = ", ".join(_FORGE_CLASSES)
+        raise ConfigError(f"no forge {json.dumps(kind)}", f"name one of: {known}")
+    given = {made.secret_field: (secret,) if secret else ()}
+    return made(dataclasses.replace(Settings(), **cast(Any, given)), requests.Session())
+
+
+def trial_headers(
+    forge: ApiForge, path: Path, headers: Sequence[str], event: str | None
+) -> dict[str, str]:
+    """`Name: value` lines as headers, with the event and the delivery filled in.
+
+    The event is, in this order, its header, `event`, what the body tells, the
+    first part of the file's name. Raises ConfigError, OSError or Malformed.
+    """
+    given: dict[str, str] = {}
+    for line in headers:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise ConfigError(f"{json.dumps(line)} is no header", "write 'Name: value'")
+        given[name.strip().lower()] = value.strip()
+    if forge.event_header not in given:
+        told = event or forge.event_of(forge.json_of(given, path.read_bytes()))
+        given[forge.event_header] = told or path.name.partition(".")[0]
+    given.setdefault(forge.delivery_header, "dry-run")
+    return given
+
+
 # =============================================================================
 # store
+#
+# One SQLite file and all SQL. In the worker's process every write passes through
+# one thread that lets waiting writers share a commit; readers use connections of
+# their own and never hold a cursor open. Knows nothing of HTTP or Docker.
 # =============================================================================
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """A verified delivery on its way into the queue.
+
+    `id` is the set's id; `body_sha` the sha256 (hex) of the raw body, the second
+    dedup key: one signed body cannot be replayed under new ids. `received` is
+    the arrival, seconds.
+    """
+
+    id: str
+    event: Event
+    body_sha: str
+    received: float
+
+    @property
+    def when(self) -> float:
+        """The event's own time; arrival when it has none or lies in the future."""
+        own = self.event.when
+        return own if own is not None and own <= self.received else self.received
+
+
+class Admission(NamedTuple):
+    """What became of a delivery in the one transaction that judged it."""
+
+    status: Literal["queued", "duplicate", "coalesced", "rate-limited"]
+    jobs: tuple[str, ...] = ()
+
+
+class Caps(msgspec.Struct, frozen=True):
+    """The job caps of one start; None is no cap. Windows are in `zone`."""
+
+    day: int | None
+    week: int | None
+    month: int | None
+    zone: str
+
+    @classmethod
+    def of(cls, settings: Settings) -> Caps:
+        return cls(
+            settings.daily_cap,
+            settings.weekly_cap,
+            settings.monthly_cap,
+            settings.timezone,
+        )
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    """A job in a worker's hands. Every later write names the claim token."""
+
+    job: Job
+    claim: str
+    attempt: int
+    queued_at: float
+    deferrals: int = 0
+
+
+class Workspace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the host knows of a job's workspace, kept for its publishing."""
+
+    base: str
+    default_branch: str
+    lease: str | None = None
+    request_sha: str | None = None
+
+
+class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is still to be told to the forge about a job that has ended.
+
+    `result` publishes the box's outcome; any other kind is one comment.
+    """
+
+    kind: str
+    text: str = ""
+    marker: str = ""
+    commits: int = 0
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Tokens by the gate's count; `cost` in USD, None when a price is unknown."""
+
+    input: int = 0
+    output: int = 0
+    cacheRead: int = 0
+    cacheWrite: int = 0
+    total: int = 0
+    cost: float | None = None
+
+
+class Forks(msgspec.Struct, frozen=True):
+    count: int = 0
+    tokens: int = 0
+    cost: float | None = None
+
+
+class SessionNote(msgspec.Struct, frozen=True):
+    resumed: bool
+    reason: str | None = None
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """The run record. Key order is the contract and every key is present.
+
+    Integers, ids and fixed words only: no title, body, login, label, branch
+    name or path ever enters (00-map, principle 11).
+    """
+
+    jobId: str
+    kind: str
+    target: str
+    flow: str
+    queuedAt: str
+    startedAt: str | None
+    endedAt: str
+    outcome: Outcome
+    reason: str | None
+    exitCode: int | None
+    turns: int | None
+    tokens: Tokens | None
+    forks: Forks | None
+    provider: str | None
+    model: str | None
+    budgetReserved: bool
+    attempt: int
+    replica: int | None
+    replicas: int | None
+    triggerIndex: int | None
+    triggerType: str | None
+    session: SessionNote | None
+    bundle: bool
+    host: str
+
+
+_SCHEMA_1 = """
+CREATE TABLE deliveries (
+    id TEXT PRIMARY KEY, kind TEXT NOT NULL, state TEXT NOT NULL,
+    body_sha TEXT NOT NULL, received_at REAL NOT NULL, event_at REAL NOT NULL,
+    target TEXT NOT NULL, pending TEXT, attempts INTEGER NOT NULL DEFAULT 0,
+    next_at REAL, base TEXT, request_sha TEXT
+) STRICT;
+CREATE UNIQUE INDEX deliveries_body ON deliveries (kind, body_sha);
+CREATE INDEX deliveries_target ON deliveries (target, received_at);
+CREATE INDEX deliveries_pending ON deliveries (next_at) WHERE state = 'pending';
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+    set_id TEXT NOT NULL, state TEXT NOT NULL, payload TEXT, claim TEXT,
+    attempt INTEGER NOT NULL DEFAULT 0, deferrals INTEGER NOT NULL DEFAULT 0,
+    not_before REAL NOT NULL DEFAULT 0, queued_at REAL NOT NULL, started_at REAL,
+    ended_at REAL, work TEXT, notice TEXT, publish_tries INTEGER NOT NULL DEFAULT 0,
+    cancel TEXT
+) STRICT;
+CREATE INDEX jobs_queued ON jobs (seq) WHERE state = 'queued';
+CREATE INDEX jobs_open ON jobs (state) WHERE state <> 'done';
+CREATE INDEX jobs_set ON jobs (set_id);
+CREATE INDEX jobs_ended ON jobs (ended_at) WHERE state = 'done';
+CREATE TABLE windows (
+    kind TEXT NOT NULL, key TEXT NOT NULL, opened_at REAL NOT NULL,
+    job_id TEXT NOT NULL
+) STRICT;
+CREATE INDEX windows_key ON windows (kind, key, opened_at);
+CREATE INDEX windows_job ON windows (job_id);
+CREATE TABLE ledger (
+    id INTEGER PRIMARY KEY, job_id TEXT NOT NULL, attempt INTEGER NOT NULL,
+    reserved_at REAL NOT NULL, state TEXT NOT NULL, tokens_reserved INTEGER,
+    tokens INTEGER, cost REAL, scope TEXT
+) STRICT;
+CREATE INDEX ledger_job ON ledger (job_id);
+CREATE INDEX ledger_time ON ledger (reserved_at);
+CREATE TABLE runs (
+    job_id TEXT PRIMARY KEY, set_id TEXT NOT NULL, ended_at REAL NOT NULL,
+    record TEXT NOT NULL, request TEXT
+) STRICT;
+CREATE INDEX runs_ended ON runs (ended_at);
+CREATE TABLE pushes (
+    kind TEXT NOT NULL, target TEXT NOT NULL, replica INTEGER, tip TEXT NOT NULL,
+    at REAL NOT NULL
+) STRICT;
+CREATE INDEX pushes_target ON pushes (kind, target);
+CREATE TABLE label_memory (
+    kind TEXT NOT NULL, target TEXT NOT NULL, labels TEXT NOT NULL,
+    seen_at REAL NOT NULL, PRIMARY KEY (kind, target)
+) STRICT;
+CREATE TABLE flags (name TEXT PRIMARY KEY, value TEXT NOT NULL, at REAL NOT NULL)
+    STRICT;
+CREATE TABLE counters (name TEXT PRIMARY KEY, n INTEGER NOT NULL) STRICT;
+CREATE TABLE poll_cursors (
+    repo TEXT NOT NULL, stream TEXT NOT NULL, cursor TEXT, etag TEXT,
+    PRIMARY KEY (repo, stream)
+) STRICT;
+"""
+
+#: Names of the migrations this version knows, oldest first; a file that has
+#: another one was written by a newer pidispatch and is left alone.
+_MIGRATIONS: tuple[tuple[str, str], ...] = (("001-first", _SCHEMA_1),)
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    import sqlite_utils
+
+    migrations = sqlite_utils.Migrations("pidispatch")
+    for name, script in _MIGRATIONS:
+        migrations(name=name)(_script(script))
+    database = sqlite_utils.Database(connection)
+    unknown = {m.name for m in migrations.applied(database)} - set(dict(_MIGRATIONS))
+    if unknown:
+        raise ConfigError(
+            f"{path} was written by a newer pidispatch ({', '.join(sorted(unknown))})",
+            "install that version, or name another file with --db",
+        )
+    if migrations.pending(database):
+        migrations.apply(database)
+
+
+def _script(script: str) -> Callable[[sqlite_utils.Database], None]:
+    def run(database: sqlite_utils.Database) -> None:
+        # executescript would commit the migration's transaction: one by one instead
+        for statement in script.split(";"):
+            if statement.strip():
+                database.execute(statement)
+
+    return run
+
+
+def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    import sqlite3
+
+    name = f"file:{_quote_path(path)}" + ("?mode=ro" if read_only else "")
+    connection = sqlite3.connect(
+        name, uri=True, isolation_level=None, check_same_thread=False, timeout=10
+    )
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA foreign_keys = ON")
+    if not read_only:
+        connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+def _quote_path(path: Path) -> str:
+    from urllib.parse import quote
+
+    return quote(str(path.absolute()))
+
+
+class _Ask(NamedTuple):
+    """One write waiting for the writer: what to do and where the answer goes."""
+
+    do: Callable[[sqlite3.Connection], Any]
+    done: threading.Event
+    answer: list[Any]
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as lists show it, open or ended. `at` is its latest time, seconds."""
+
+    id: str
+    set: str
+    target: str
+    flow: str
+    state: str
+    reason: str | None
+    replica: int | None
+    replicas: int | None
+    tokens: int | None
+    at: float
+    request: Request | None = None
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The queue at a glance. `used` are today's slots of the daily cap."""
+
+    jobs: dict[str, int]
+    used: int
+    daily_cap: int | None
+    pending: int
+    counts: dict[str, int]
+    paused: bool
+    heartbeat: float | None
+    problem: str | None
+
+
+class Reader:
+    """Read-only looks at the file, one connection a thread, no cursor kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._readers = threading.local()
+
+    @property
+    def _read(self) -> sqlite3.Connection:
+        import sqlite3
+
+        connection: sqlite3.Connection | None = getattr(self._readers, "db", None)
+        if connection is None:
+            try:
+                connection = self._readers.db = _connect(self.path, read_only=True)
+                connection.execute("SELECT 1 FROM jobs LIMIT 1")
+            except sqlite3.Error as error:
+                raise ConfigError(
+                    f"the database {self.path} cannot be read: {error}",
+                    "start `pidispatch serve` once, or name the file with --db",
+                ) from error
+        return connection
+
+    def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        return self._read.execute(sql, values).fetchall()
+
+    def flag(self, name: str) -> str | None:
+        rows = self._rows("SELECT value FROM flags WHERE name = ?", name)
+        return rows[0][0] if rows else None
+
+    def integrity(self) -> str:
+        """`ok`, or SQLite's first complaint."""
+        answer: str = self._rows("PRAGMA quick_check(1)")[0][0]
+        return answer
+
+    def runs(self, limit: int) -> list[RunRow]:
+        """Jobs, newest first, open ones included."""
+        sql = f"{_RUNS} ORDER BY jobs.seq DESC LIMIT ?"
+        return [_run_row(row) for row in self._rows(sql, limit)]
+
+    def records(self, limit: int) -> list[Record]:
+        sql = "SELECT record FROM runs ORDER BY ended_at DESC, job_id LIMIT ?"
+        rows = self._rows(sql, limit)
+        return [msgspec.json.decode(row["record"], type=Record) for row in rows]
+
+    def run(self, job: str) -> tuple[RunRow, Record | None, list[RunRow]]:
+        """One job, its record if it ended, and its siblings. Raises ConfigError."""
+        rows = self._rows(f"{_RUNS} WHERE jobs.id = ?", job)
+        if not rows:
+            raise ConfigError(f"no job {job} is known", "see `pidispatch runs`")
+        found = _run_row(rows[0])
+        text = rows[0]["record"]
+        record = msgspec.json.decode(text, type=Record) if text else None
+        sql = f"{_RUNS} WHERE jobs.set_id = ? AND jobs.id <> ? ORDER BY jobs.seq"
+        others = [_run_row(row) for row in self._rows(sql, found.set, job)]
+        return found, record, others
+
+    def status(self, caps: Caps, now: float) -> Status:
+        states = self._rows("SELECT state, count(*) FROM jobs GROUP BY state")
+        beat = self._rows("SELECT at FROM flags WHERE name = 'heartbeat'")
+        sql = "SELECT count(*) FROM deliveries WHERE state = 'pending'"
+        return Status(
+            jobs={row[0]: row[1] for row in states},
+            used=_used(self._read, window_start(now, caps.zone, "day")),
+            daily_cap=caps.day,
+            pending=self._rows(sql)[0][0],
+            counts={r["name"]: r["n"] for r in self._rows("SELECT * FROM counters")},
+            paused=self.flag("paused") is not None,
+            heartbeat=beat[0][0] if beat else None,
+            problem=self.flag("triggers-problem"),
+        )
+
+
+_RUNS = """SELECT jobs.id, jobs.set_id, jobs.state, jobs.payload, jobs.queued_at,
+           jobs.ended_at, runs.record, runs.request
+           FROM jobs LEFT JOIN runs ON runs.job_id = jobs.id"""
+
+
+def _run_row(row: sqlite3.Row) -> RunRow:
+    request = row["request"]
+    link = msgspec.json.decode(request, type=Request) if request else None
+    if row["record"]:
+        record = msgspec.json.decode(row["record"], type=Record)
+        state = record.outcome if row["state"] == "done" else row["state"]
+        return RunRow(
+            id=row["id"],
+            set=row["set_id"],
+            target=record.target,
+            flow=record.flow,
+            state=state,
+            reason=record.reason,
+            replica=record.replica,
+            replicas=record.replicas,
+            tokens=record.tokens.total if record.tokens else None,
+            at=row["ended_at"],
+            request=link,
+        )
+    job = msgspec.json.decode(row["payload"], type=Job)
+    return RunRow(
+        id=job.id,
+        set=job.set,
+        target=job.title,
+        flow=job.flow,
+        state=row["state"],
+        reason=None,
+        replica=job.replica,
+        replicas=job.replicas,
+        tokens=None,
+        at=row["queued_at"],
+    )
+
+
+class Store(Reader):
+    """The queue. One instance a process; `writes` serialises its writers.
+
+    Raises `ConfigError` for a file that is damaged or too new, `InfraError` when
+    a write cannot be made durable (disk full, read-only disk).
+    """
+
+    def __init__(self, path: Path, clock: Clock = time.time) -> None:
+        super().__init__(path)
+        self.clock = clock
+        self.work = threading.Event()
+        self._asks: list[_Ask] = []
+        self._waiting = threading.Condition()
+        self._closed = False
+        self._connection = self._open()
+        self._writer = threading.Thread(
+            target=self._write_loop, name="store-writer", daemon=True
+        )
+        self._writer.start()
+
+    def _open(self) -> sqlite3.Connection:
+        import sqlite3
+
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            connection = _connect(self.path)
+            connection.execute("PRAGMA journal_mode = WAL")
+            _migrate(connection, self.path)
+            self.path.chmod(0o600)
+            return connection
+        except (sqlite3.DatabaseError, OSError) as error:
+            raise ConfigError(
+                f"the database {self.path} cannot be opened: {error}",
+                "check the path and its permissions, or restore a backup",
+            ) from error
+
+    def close(self) -> None:
+        with self._waiting:
+            self._closed = True
+            self._waiting.notify()
+        self._writer.join(timeout=10)
+        self._connection.close()
+
+    # -- the one writer ------------------------------------------------------
+
+    def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        ask = _Ask(do, threading.Event(), [])
+        with self._waiting:
+            if self._closed:
+                raise InfraError("the store is closed")
+            self._asks.append(ask)
+            self._waiting.notify()
+        ask.done.wait()
+        answer = ask.answer[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return cast(T, answer)
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._waiting:
+                while not self._asks and not self._closed:
+                    self._waiting.wait()
+                asks, self._asks = self._asks, []
+            if not asks:
+                return
+            self._commit(asks)
+            for ask in asks:
+                ask.done.set()
+
+    def _commit(self, asks: list[_Ask]) -> None:
+        """One transaction for all that wait; each in a savepoint of its own."""
+        import sqlite3
+
+        connection = self._connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for ask in asks:
+                ask.answer[:] = [_in_savepoint(connection, ask.do)]
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            failure = InfraError(f"the database could not be written: {error}")
+            for ask in asks:
+                ask.answer[:] = [failure]
+
+    # -- deliveries ----------------------------------------------------------
+
+    def seen(self, delivery: str, body_sha: str) -> bool:
+        """Whether this id, or this very body, already made jobs or waits."""
+        sql = "SELECT 1 FROM deliveries WHERE id = ? OR body_sha = ? LIMIT 1"
+        return bool(self._rows(sql, delivery, body_sha))
+
+    def admit(
+        self, delivery: Delivery, jobs: Sequence[Job], hourly: int = 0
+    ) -> Admission:
+        """Queue a delivery's jobs, all or none, in one transaction.
+
+        `hourly` is the most deliveries an hour for one target; 0 is no limit.
+        """
+        admission = self._write(lambda db: _admit(db, delivery, jobs, hourly))
+        self.count(admission.status)
+        if admission.status == "queued":
+            self.work.set()
+        return admission
+
+    def park(self, delivery: Delivery, match: Match) -> bool:
+        """Keep a delivery until it is known who asked; False for a duplicate."""
+        pending = msgspec.json.encode((delivery, match)).decode()
+        return self._write(lambda db: _park(db, delivery, pending))
+
+    def due_pending(self, now: float) -> list[tuple[Delivery, Match, int]]:
+        sql = """SELECT pending, attempts FROM deliveries
+                 WHERE state = 'pending' AND next_at <= ? ORDER BY next_at LIMIT 50"""
+        found = []
+        for row in self._rows(sql, now):
+            delivery, match = msgspec.json.decode(
+                row["pending"], type=tuple[Delivery, Match]
+            )
+            found.append((delivery, match, row["attempts"]))
+        return found
+
+    def postpone(self, delivery: str, until: float) -> None:
+        sql = """UPDATE deliveries SET next_at = ?, attempts = attempts + 1
+                 WHERE id = ? AND state = 'pending'"""
+        self._write(lambda db: db.execute(sql, (until, delivery)))
+
+    def settle(self, delivery: str, reason: str | None) -> None:
+        """Forget a pending delivery that was dropped; it may be redelivered."""
+        sql = "DELETE FROM deliveries WHERE id = ? AND state = 'pending'"
+        self._write(lambda db: db.execute(sql, (delivery,)))
+        if reason:
+            self.count(reason)
+
+    def count(self, word: str) -> None:
+        """Add one to a counter; the only trace that a dropped delivery leaves."""
+        sql = """INSERT INTO counters (name, n) VALUES (?, 1)
+                 ON CONFLICT (name) DO UPDATE SET n = n + 1"""
+        self._write(lambda db: db.execute(sql, (word,)))
+
+    def set_base(self, set_id: str, base: str, request: str | None) -> Workspace | None:
+        """The set's commits: the first caller's stand, every later one gets them.
+
+        None when the set is unknown (local jobs have none).
+        """
+        sql = """UPDATE deliveries SET request_sha = CASE WHEN base IS NULL
+                 THEN ? ELSE request_sha END, base = COALESCE(base, ?)
+                 WHERE id = ? RETURNING base, request_sha"""
+
+        def do(db: sqlite3.Connection) -> Workspace | None:
+            rows = db.execute(sql, (request, base, set_id)).fetchall()
+            return Workspace(rows[0][0], "", None, rows[0][1]) if rows else None
+
+        return self._write(do)
+
+    def base_of(self, set_id: str) -> tuple[str | None, str | None]:
+        rows = self._rows(
+            "SELECT base, request_sha FROM deliveries WHERE id = ?", set_id
+        )
+        return (rows[0][0], rows[0][1]) if rows else (None, None)
+
+    # -- jobs ----------------------------------------------------------------
+
+    def claim(self) -> Claimed | None:
+        """Take the oldest job that may run now, or None. Takes no budget."""
+        now = self.clock()
+        if not self._rows(_READY, now):
+            return None
+        return self._write(lambda db: _claim(db, now))
+
+    def next_due(self) -> float | None:
+        """When the next deferred job may run, seconds since the epoch."""
+        sql = "SELECT min(not_before) FROM jobs WHERE state = 'queued'"
+        due: float | None = self._rows(sql)[0][0]
+        return due
+
+    def defer(self, claimed: Claimed, until: float) -> None:
+        """Put a job back with a time; costs nothing and uses no attempt."""
+        sql = """UPDATE jobs SET state = 'queued', claim = NULL, not_before = ?,
+                 deferrals = deferrals + 1 WHERE id = ? AND claim = ?"""
+        self._fenced(sql, (until, claimed.job.id, claimed.claim))
+
+    def keep_work(self, claimed: Claimed, work: Workspace) -> None:
+        sql = "UPDATE jobs SET work = ? WHERE id = ? AND claim = ?"
+        text = msgspec.json.encode(work).decode()
+        self._fenced(sql, (text, claimed.job.id, claimed.claim))
+
+    def peek_caps(self, caps: Caps) -> str | None:
+        """The reason a start would be refused now, without reserving."""
+        return _over_cap(self._read, caps, self.clock())
+
+    def start(self, claimed: Claimed, caps: Caps) -> str | None:
+        """Reserve the caps and mark the job starting, in one transaction.
+
+        Returns the refusal's reason when a cap is spent; nothing is written then.
+        """
+        now = self.clock()
+        return self._write(lambda db: _start(db, claimed, caps, now))
+
+    def running(self, claimed: Claimed) -> None:
+        sql = """UPDATE jobs SET state = 'running' WHERE id = ? AND claim = ?
+                 AND state = 'starting'"""
+        self._fenced(sql, (claimed.job.id, claimed.claim))
+
+    def retry(self, claimed: Claimed, until: float) -> None:
+        """Queue another attempt of a job that ran; its slot stays used."""
+
+        def do(db: sqlite3.Connection) -> None:
+            _book(db, claimed, None)
+            sql = """UPDATE jobs SET state = 'queued', claim = NULL, not_before = ?
+                     WHERE id = ? AND claim = ?"""
+            _one(db, sql, (until, claimed.job.id, claimed.claim))
+
+        self._write(do)
+
+    def finish(self, claimed: Claimed, record: Record, notice: Notice | None) -> None:
+        """Commit the record and the ledger; publish next, or done."""
+        now = self.clock()
+        self._write(lambda db: _finish(db, claimed, record, notice, now))
+
+    def refuse(self, claimed: Claimed, record: Record, notice: Notice | None) -> None:
+        """Record a job that never got a container, and free its window."""
+        now = self.clock()
+
+        def do(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM windows WHERE job_id = ?", (claimed.job.id,))
+            _finish(db, claimed, record, notice, now)
+
+        self._write(do)
+
+    def due_notices(self) -> list[tuple[Job, Workspace | None, Notice, int]]:
+        """Jobs that are over but not yet told to the forge, and tries so far."""
+        sql = """SELECT payload, work, notice, publish_tries FROM jobs
+                 WHERE state = 'publishing' AND not_before <= ? ORDER BY seq LIMIT 20"""
+        return [_notice_of(row) for row in self._rows(sql, self.clock())]
+
+    def notice(self, job: str) -> tuple[Job, Workspace | None, Notice, int] | None:
+        sql = """SELECT payload, work, notice, publish_tries FROM jobs
+                 WHERE state = 'publishing' AND id = ?"""
+        rows = self._rows(sql, job)
+        return _notice_of(rows[0]) if rows else None
+
+    def postpone_notice(self, job: str, until: float) -> None:
+        sql = """UPDATE jobs SET not_before = ?, publish_tries = publish_tries + 1
+                 WHERE id = ? AND state = 'publishing'"""
+        self._write(lambda db: db.execute(sql, (until, job)))
+
+    def pushed(self, job: Job, tip: str) -> None:
+        """Remember that we put this commit on the job's branch."""
+        sql = (
+            "INSERT INTO pushes (kind, target, replica, tip, at) VALUES (?, ?, ?, ?, ?)"
+        )
+        values = (job.kind, job.title, job.replica, tip, self.clock())
+        self._write(lambda db: db.execute(sql, values))
+
+    def own_tips(self, job: Job) -> frozenset[str]:
+        """The commits we ever pushed to the job's branch; others are not ours."""
+        sql = """SELECT tip FROM pushes WHERE kind = ? AND target = ?
+                 AND replica IS ?"""
+        rows = self._rows(sql, job.kind, job.title, job.replica)
+        return frozenset(row[0] for row in rows)
+
+    def published(
+        self, job: str, request: Request | None, reason: str | None = None
+    ) -> None:
+        """The job is told: keep the request's link, erase the payload."""
+        self._write(lambda db: _published(db, job, request, reason))
+
+    def cancel(self, job: str) -> None:
+        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
+        self._write(lambda db: db.execute(sql, (job,)))
+
+    def cancelled(self, job: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
+
+    def unfinished(self) -> list[tuple[Claimed, str, float | None]]:
+        """Jobs a worker had in hand, their states and starts, for the reconcile."""
+        sql = """SELECT payload, claim, attempt - (state <> 'claimed') AS attempt,
+                 queued_at, deferrals, state, started_at FROM jobs
+                 WHERE state IN ('claimed', 'starting', 'running') ORDER BY seq"""
+        return [
+            (_claimed_of(row), row["state"], row["started_at"])
+            for row in self._rows(sql)
+        ]
+
+    def release(self, claimed: Claimed) -> None:
+        """The container never started: give the slot and the attempt back."""
+
+        def do(db: sqlite3.Connection) -> None:
+            _unbook(db, claimed)
+            sql = """UPDATE jobs SET state = 'claimed', attempt = attempt - 1,
+                     started_at = NULL
+                     WHERE id = ? AND claim = ? AND state = 'starting'"""
+            _one(db, sql, (claimed.job.id, claimed.claim))
+
+        self._write(do)
+
+    def requeue(self, claimed: Claimed) -> None:
+        """Back to the queue after a crash before the container: slot released."""
+
+        def do(db: sqlite3.Connection) -> None:
+            _unbook(db, claimed)
+            sql = """UPDATE jobs SET state = 'queued', claim = NULL, started_at = NULL,
+                     attempt = attempt - (state = 'starting') WHERE id = ?"""
+            db.execute(sql, (claimed.job.id,))
+
+        self._write(do)
+
+    def _fenced(self, sql: str, values: tuple[Any, ...]) -> None:
+        self._write(lambda db: _one(db, sql, values))
+
+    # -- flags and retention --------------------------------------------------
+
+    def instance(self) -> str:
+        """The random name of this file's engine objects, made once."""
+        known = self.flag("instance")
+        if known is None:
+            known = secrets.token_hex(6)
+            self.set_flag("instance", known)
+        return known
+
+    def set_flag(self, name: str, value: str | None) -> None:
+        now = self.clock()
+        self._write(lambda db: _set_flag(db, name, value, now))
+        self.work.set()
+
+    def beat(self) -> None:
+        """The heartbeat of a running worker, for `status` and doctor."""
+        now = self.clock()
+        self._write(lambda db: _set_flag(db, "heartbeat", str(os.getpid()), now))
+
+    def sweep(self) -> None:
+        """Forget what is older than the retention, counted from a job's end."""
+        before = self.clock() - RETENTION_SECONDS
+        self._write(lambda db: _forget(db, before))
+
+
+def _in_savepoint(
+    connection: sqlite3.Connection, do: Callable[[sqlite3.Connection], Any]
+) -> Any:
+    connection.execute("SAVEPOINT one")
+    try:
+        answer = do(connection)
+    except Exception as error:
+        # the caller gets the error; the others' writes of this commit stand
+        connection.execute("ROLLBACK TO one")
+        answer = error
+    connection.execute("RELEASE one")
+    return answer
+
+
+class Fenced(PidispatchError):
+    """A late write under a claim that is no longer held; it changed nothing."""
+
+
+def _one(db: sqlite3.Connection, sql: str, values: tuple[Any, ...]) -> None:
+    if db.execute(sql, values).rowcount != 1:
+        raise Fenced("the claim on this job was lost")
+
+
+def _admit(
+    db: sqlite3.Connection, delivery: Delivery, jobs: Sequence[Job], hourly: int
+) -> Admission:
+    if _known(db, delivery):
+        return Admission("duplicate")
+    if any(_window_holds(db, job, delivery.when) for job in jobs):
+        return Admission("coalesced")
+    target = jobs[0].title
+    if hourly and _recent(db, target, delivery.received) >= hourly:
+        return Admission("rate-limited")
+    _put_delivery(db, delivery, target, "admitted", None)
+    for job in jobs:
+        _put_job(db, job, delivery.when, delivery.received)
+    return Admission("queued", tuple(job.id for job in jobs))
+
+
+def _known(db: sqlite3.Connection, delivery: Delivery) -> bool:
+    """Admitted before? A pending row of this very id is about to become that."""
+    sql = """SELECT 1 FROM deliveries WHERE kind = ?1 AND
+             ((id = ?2 AND state = 'admitted') OR (body_sha = ?3 AND id <> ?2))"""
+    values = (delivery.event.forge, delivery.id, delivery.body_sha)
+    return db.execute(sql, values).fetchone() is not None
+
+
+def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
+    """Whether an admitted event of this key lies within ten minutes of `when`.
+
+    Both ways, because a late poll or redelivery brings an older event's time.
+    """
+    sql = """SELECT 1 FROM windows WHERE kind = ? AND key = ?
+             AND opened_at > ? AND opened_at < ?"""
+    span = (when - WINDOW_SECONDS, when + WINDOW_SECONDS)
+    return db.execute(sql, (job.kind, job.dedup, *span)).fetchone() is not None
+
+
+def _recent(db: sqlite3.Connection, target: str, now: float) -> int:
+    sql = """SELECT count(*) FROM deliveries WHERE target = ? AND received_at > ?
+             AND state = 'admitted'"""
+    n: int = db.execute(sql, (target, now - 3600)).fetchone()[0]
+    return n
+
+
+def _put_delivery(
+    db: sqlite3.Connection,
+    delivery: Delivery,
+    target: str,
+    state: str,
+    pending: str | None,
+) -> None:
+    sql = """INSERT OR REPLACE INTO deliveries (id, kind, state, body_sha,
+             received_at, event_at, target, pending, next_at)
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+    values = (
+        delivery.id,
+        delivery.event.forge,
+        state,
+        delivery.body_sha,
+        delivery.received,
+        delivery.when,
+        target,
+        pending,
+        delivery.received if pending else None,
+    )
+    db.execute(sql, values)
+
+
+def _put_job(db: sqlite3.Connection, job: Job, when: float, now: float) -> None:
+    payload = msgspec.json.encode(job).decode()
+    db.execute(
+        """INSERT INTO jobs (id, set_id, state, payload, queued_at)
+           VALUES (?, ?, 'queued', ?, ?)""",
+        (job.id, job.set, payload, now),
+    )
+    db.execute(
+        "INSERT INTO windows (kind, key, opened_at, job_id) VALUES (?, ?, ?, ?)",
+        (job.kind, job.dedup, when, job.id),
+    )
+
+
+def _park(db: sqlite3.Connection, delivery: Delivery, pending: str) -> bool:
+    sql = "SELECT 1 FROM deliveries WHERE kind = ? AND (id = ? OR body_sha = ?)"
+    values = (delivery.event.forge, delivery.id, delivery.body_sha)
+    if db.execute(sql, values).fetchone():
+        return False
+    event = delivery.event
+    assert event.repo and event.target
+    target = target_name(
+        event.forge, event.repo, event.target.type, event.target.number
+    )
+    _put_delivery(db, delivery, target, "pending", pending)
+    return True
+
+
+_READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND not_before <= ?
+            AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused') LIMIT 1"""
+
+
+def _claim(db: sqlite3.Connection, now: float) -> Claimed | None:
+    sql = """UPDATE jobs SET state = 'claimed', claim = ?
+             WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
+                          AND not_before <= ? ORDER BY seq LIMIT 1)
+             AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
+             RETURNING payload, claim, attempt, queued_at, deferrals"""
+    rows = db.execute(sql, (secrets.token_hex(8), now)).fetchall()
+    return _claimed_of(rows[0]) if rows else None
+
+
+def _claimed_of(row: sqlite3.Row) -> Claimed:
+    job = msgspec.json.decode(row["payload"], type=Job)
+    return Claimed(
+        job, row["claim"] or "", row["attempt"], row["queued_at"], row["deferrals"]
+    )
+
+
+def window_start(now: float, zone: str, span: Literal["day", "week", "month"]) -> float:
+    """When the cap's present window began, seconds since the epoch.
+
+    Weeks start on Monday. Wall-clock midnight in `zone`, so that a day with a
+    clock change has 23 or 25 hours.
+    """
+    from datetime import datetime, timedelta
+    from zoneinfo import ZoneInfo
+
+    local = datetime.fromtimestamp(now, ZoneInfo(zone))
+    start = local.replace(hour=0, minute=0, second=0, microsecond=0, fold=0)
+    if span == "week":
+        start -= timedelta(days=start.weekday())
+    elif span == "month":
+        start = start.replace(day=1)
+    return start.timestamp()
+
+
+def _over_cap(db: sqlite3.Connection, caps: Caps, now: float) -> str | None:
+    spans: tuple[tuple[Literal["day", "week", "month"], int | None], ...] = (
+        ("day", caps.day),
+        ("week", caps.week),
+        ("month", caps.month),
+    )
+    for span, cap in spans:
+        if cap is not None and _used(db, window_start(now, caps.zone, span)) >= cap:
+            return "over-budget"
+    return None
+
+
+def _used(db: sqlite3.Connection, since: float) -> int:
+    """Slots taken since then; rows of a stepped-back clock's future count too."""
+    sql = "SELECT count(*) FROM ledger WHERE reserved_at >= ? AND state <> 'released'"
+    n: int = db.execute(sql, (since,)).fetchone()[0]
+    return n
+
+
+def _start(
+    db: sqlite3.Connection, claimed: Claimed, caps: Caps, now: float
+) -> str | None:
+    reason = _over_cap(db, caps, now)
+    if reason:
+        return reason
+    sql = """UPDATE jobs SET state = 'starting', attempt = attempt + 1, started_at = ?
+             WHERE id = ? AND claim = ? AND state = 'claimed'"""
+    _one(db, sql, (now, claimed.job.id, claimed.claim))
+    db.execute(
+        """INSERT INTO ledger (job_id, attempt, reserved_at, state)
+           VALUES (?, ?, ?, 'reserved')""",
+        (claimed.job.id, claimed.attempt + 1, now),
+    )
+    return None
+
+
+def _book(db: sqlite3.Connection, claimed: Claimed, tokens: Tokens | None) -> None:
+    """Keep the present attempt's reservation, with the gate's own figures."""
+    sql = """UPDATE ledger SET state = 'kept', tokens = ?, cost = ?
+             WHERE job_id = ? AND state = 'reserved'"""
+    total = tokens.total if tokens else None
+    cost = tokens.cost if tokens else None
+    db.execute(sql, (total, cost, claimed.job.id))
+
+
+def _unbook(db: sqlite3.Connection, claimed: Claimed) -> None:
+    sql = """UPDATE ledger SET state = 'released'
+             WHERE job_id = ? AND state = 'reserved'"""
+    db.execute(sql, (claimed.job.id,))
+
+
+def _finish(
+    db: sqlite3.Connection,
+    claimed: Claimed,
+    record: Record,
+    notice: Notice | None,
+    now: float,
+) -> None:
+    _book(db, claimed, record.tokens)
+    state = "publishing" if notice else "done"
+    text = msgspec.json.encode(notice).decode() if notice else None
+    sql = """UPDATE jobs SET state = ?1, notice = ?2, ended_at = ?3, not_before = 0,
+             payload = CASE WHEN ?2 IS NULL THEN NULL ELSE payload END
+             WHERE id = ?4 AND claim = ?5"""
+    _one(db, sql, (state, text, now, claimed.job.id, claimed.claim))
+    db.execute(
+        """INSERT OR REPLACE INTO runs (job_id, set_id, ended_at, record)
+           VALUES (?, ?, ?, ?)""",
+        (claimed.job.id, claimed.job.set, now, msgspec.json.encode(record).decode()),
+    )
+
+
+def _notice_of(row: sqlite3.Row) -> tuple[Job, Workspace | None, Notice, int]:
+    work = msgspec.json.decode(row["work"], type=Workspace) if row["work"] else None
+    return (
+        msgspec.json.decode(row["payload"], type=Job),
+        work,
+        msgspec.json.decode(row["notice"], type=Notice),
+        row["publish_tries"],
+    )
+
+
+def _published(
+    db: sqlite3.Connection, job: str, request: Request | None, reason: str | None
+) -> None:
+    db.execute(
+        "UPDATE jobs SET state = 'done', payload = NULL, notice = NULL WHERE id = ?",
+        (job,),
+    )
+    link = msgspec.json.encode(request).decode() if request else None
+    sql = """UPDATE runs SET request = ?1, record = CASE WHEN ?2 IS NULL THEN record
+             ELSE json_set(record, '$.reason', ?2) END WHERE job_id = ?3"""
+    db.execute(sql, (link, reason, job))
+
+
+def _set_flag(db: sqlite3.Connection, name: str, value: str | None, at: float) -> None:
+    if value is None:
+        db.execute("DELETE FROM flags WHERE name = ?", (name,))
+    else:
+        db.execute("INSERT OR REPLACE INTO flags VALUES (?, ?, ?)", (name, value, at))
+
+
+def _forget(db: sqlite3.Connection, before: float) -> None:
+    db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
+    db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
+    db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
+    db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before,))
+    db.execute(
+        """DELETE FROM deliveries WHERE state = 'admitted' AND received_at < ?
+           AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.set_id = deliveries.id)""",
+        (before,),
+    )
+
 
 # =============================================================================
 # prompts
 #
-# The Jinja environment: every text we write is a template, and text from
-# outside is only ever a variable of one.
+# The Jinja environment and everything written for a reader: the agent's prompt,
+# HARD_RULES, comments. Text from a forge is always a variable, never a template.
+# Knows the typed values above and nothing of how they travel.
 # =============================================================================
 
 
-@functools.cache
-def _templates() -> jinja2.Environment:
-    from jinja2 import FileSystemLoader, StrictUndefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def fence(text: str) -> str:
+    """Text inside a backtick fence that the text itself cannot close."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    ticks = "`" * max(3, longest + 1)
+    return f"{ticks}text\n{text}\n{ticks}"
 
-    return ImmutableSandboxedEnvironment(
-        loader=FileSystemLoader(resource("templates")),
+
+@functools.cache
+def _environment() -> Any:
+    from jinja2 import FileSystemLoader, StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    environment = SandboxedEnvironment(
+        loader=FileSystemLoader(str(resource("templates"))),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # Markdown for an agent and for comments, not HTML
+    )
+    environment.filters["fence"] = fence
+    return environment
+
+
+def render(name: str, **values: Any) -> str:
+    """One template of templates/ with its values; an unknown name is an error."""
+    text: str = _environment().get_template(name).render(values)
+    return text
+
+
+def hard_rules() -> str:
+    """HARD_RULES.md: byte-identical for every job of a build."""
+    return render("HARD_RULES.md.j2", sentinel=HARD_RULES_SENTINEL)
+
+
+def prompt_text(job: Job, publish: str) -> str:
+    """The user turn of a job; forge text stands only in the data region below."""
+    return render(
+        "prompt.md.j2",
+        job=job,
+        forge=FORGES[job.kind],
+        publish=publish,
+        branch=job.branch,
+        marker=title_marker(job.replica, job.replicas),
+        sibling_branches=sibling_branches(job),
     )
 
 
-def render(name: str, **values: object) -> str:
-    """One of our templates with `values`; text in a value is never a template."""
-    return _templates().get_template(name).render(**values)
+def sibling_branches(job: Job) -> tuple[str, ...]:
+    """The branches of the other replicas; empty for a plain job or a request."""
+    if job.target.type != "issue":
+        return ()
+    indices = siblings(job.replica, job.replicas)
+    return tuple(branch_name(job.target.number, i) for i in indices)
+
+
+def event_json(job: Job) -> bytes:
+    """What the agent may read about the event; no replica fact, image or secret."""
+    event: dict[str, Any] = {
+        "event": job.trigger.event,
+        "action": job.trigger.action,
+        "delivery": job.trigger.delivery,
+        "repository": job.repo,
+        "item": msgspec.to_builtins(job.target),
+        "sender": {"id": job.trigger.sender},
+        "rule": {"index": job.trigger.index, "type": job.trigger.type},
+    }
+    if job.comment is not None:
+        event["comment"] = {"body": job.comment}
+    if job.review is not None:
+        event["review"] = {"body": job.review}
+    return json.dumps(event, ensure_ascii=False, indent=2).encode() + b"\n"
+
+
+def shipped_skill(flow: str) -> dict[str, bytes] | None:
+    """Our own flow of that name, for repositories that have none."""
+    folder = resource("templates", "flows", flow)
+    if flow not in SHIPPED_FLOWS or not folder.is_dir():
+        return None
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 # =============================================================================
 # box
+#
+# The engine: one internal network, one gate and one job container a job, all of
+# them labelled and none of them trusted. What goes in is a tar of inputs and one
+# line for the gate; what comes out is an exit code, the gate's meter and three
+# files. Knows nothing of forges or SQL.
 # =============================================================================
+
+CATALOGUE_PATH = "/opt/pi-dispatch/models.json"
+GATE_MEMORY = "256m"
+STOP_GRACE_SECONDS = 10
+BUNDLE_MAX_BYTES = 256 * 1024 * 1024
+TEXT_MAX_BYTES = 64 * 1024
+LOG_MAX_BYTES = 5 * 1024 * 1024
+_SUBNET_BITS = 28
+
+
+class Image(msgspec.Struct, frozen=True):
+    """What an image says of itself. `catalogue` maps provider to its models."""
+
+    tag: str
+    id: str
+    labels: Mapping[str, str]
+    uid: int
+    gid: int
+
+    @property
+    def forges(self) -> frozenset[str] | None:
+        """The forges label: an exclusion list; None (absent) allows every forge."""
+        label = self.labels.get(LABEL + "forges")
+        return None if label is None else _tokens(label)
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The capabilities label: an inclusion list; absent or blank is nothing."""
+        return _tokens(self.labels.get(LABEL + "capabilities", ""))
+
+
+def _tokens(label: str) -> frozenset[str]:
+    return frozenset(word for word in re.split(r"[,\s]+", label) if word)
+
+
+class BoxSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the three engine objects of one attempt are made from."""
+
+    job: str
+    attempt: int
+    image: Image
+    gate_image: Image
+    gate_line: bytes
+    environment: Mapping[str, str]
+    loopback: bool = False
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The runner's last line. Telemetry only; the exit code classifies."""
+
+    code: int
+    reason: str | None = None
+    turns: int | None = None
+    commits: int = 0
+
+
+class BoxExit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a box left behind. `tokens` and `forks` are the gate's own count."""
+
+    code: int
+    oom: bool = False
+    result: Result | None = None
+    tokens: Tokens | None = None
+    forks: Forks | None = None
+    budget_spent: bool = False
+    bundle: Path | None = None
+    review_request: str | None = None
+    comment: str | None = None
+
+
+class Box(Protocol):
+    """One attempt's engine objects, from the opened network to their removal."""
+
+    def start(self, inputs: Mapping[str, bytes | Path]) -> None: ...
+
+    def wait(self, seconds: int) -> bool: ...
+
+    def stop(self) -> None: ...
+
+    def collect(self, into: Path) -> BoxExit: ...
+
+    def remove(self) -> None: ...
+
+
+class Engine(Protocol):
+    """What dispatch asks of the engine; the demo brings one without Docker."""
+
+    def image(self, tag: str) -> Image | None: ...
+
+    def catalogue(self, image: Image) -> Mapping[str, Any]: ...
+
+    def open(self, spec: BoxSpec) -> Box: ...
+
+    def adopt(self, job: str) -> Box | None: ...
+
+    def sweep(self, keep: frozenset[str]) -> int: ...
+
+
+def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
+    """The gate's running totals, its forks, and whether the budget was spent.
+
+    Only the last call line counts: totals run, so a rotated log loses nothing.
+    """
+    total: dict[str, Any] | None = None
+    spent = False
+    for line in lines:
+        event = _json_line(line)
+        if event.get("event") == "call" and isinstance(event.get("sum"), dict):
+            total = event["sum"]
+        spent = spent or (
+            event.get("event") == "refused" and event.get("reason") == "budget"
+        )
+    if total is None:
+        return None, None, spent
+    forks = [row for row in total.get("forks", {}).values() if isinstance(row, dict)]
+    costs = [row["cost"] for row in forks if row.get("cost") is not None]
+    return (
+        msgspec.convert({k: total.get(k) for k in Tokens.__struct_fields__}, Tokens),
+        Forks(len(forks), sum(r.get("total", 0) for r in forks), sum(costs) or None),
+        spent,
+    )
+
+
+def result_of(lines: Sequence[str]) -> Result | None:
+    """The runner's exit line: the last line that is one, or None."""
+    for line in reversed(lines):
+        event = _json_line(line)
+        if event.get("event") == "exit":
+            try:
+                return msgspec.convert(event, Result)
+            except msgspec.ValidationError:
+                return None
+    return None
+
+
+def _json_line(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def tar_of(files: Mapping[str, bytes | Path]) -> IO[bytes]:
+    """A tar of root-owned 0444 files (and their directories), spooled to disk."""
+    import io
+    import tarfile
+    import tempfile
+
+    spool: IO[bytes] = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - the caller's
+        max_size=32 * 1024 * 1024
+    )
+    with tarfile.open(fileobj=spool, mode="w") as tar:
+        for folder in sorted({str(p) for name in files for p in _folders(name)}):
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(entry)
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.mode = 0o444
+            if isinstance(content, bytes):
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+            else:
+                entry.size = content.stat().st_size
+                with content.open("rb") as source:
+                    tar.addfile(entry, source)
+    spool.seek(0)
+    return spool
+
+
+def _folders(name: str) -> Iterator[PurePosixPath]:
+    return (p for p in PurePosixPath(name).parents if str(p) != ".")
+
+
+class DockerEngine:
+    """The Docker Engine named by DOCKER_HOST, else the local socket.
+
+    One SDK client a thread (a requests session promises no thread-safety).
+    `instance` labels all that is ours, so that two databases on one engine never
+    touch each other's objects.
+    """
+
+    def __init__(self, settings: Settings, instance: str) -> None:
+        self.settings, self.instance = settings, instance
+        self._local = threading.local()
+        self._catalogues: dict[str, Mapping[str, Any]] = {}
+        self._cpus: int | None = None
+        self._next_subnet = secrets.randbelow(1 << 12)
+
+    @property
+    def api(self) -> docker.APIClient:
+        """This thread's client. Raises `InfraError` when no engine answers."""
+        import docker
+
+        client: docker.APIClient | None = getattr(self._local, "api", None)
+        if client is None:
+            try:
+                # use_context: never a remote engine that only the CLI was told of
+                client = docker.from_env(use_context=False, timeout=60).api
+            except (docker.errors.DockerException, OSError) as error:
+                raise InfraError(
+                    f"no Docker Engine answers: {error}", "start the Docker Engine"
+                ) from error
+            self._local.api = client
+        return client
+
+    @property
+    def cpus(self) -> int:
+        if self._cpus is None:
+            engine = int(self.api.info().get("NCPU") or 1)
+            self._cpus = min(self.settings.job_cpus, engine)
+        return self._cpus
+
+    def labels(self, job: str, attempt: int, role: str) -> dict[str, str]:
+        return {
+            LABEL + "instance": self.instance,
+            LABEL + "job": job,
+            LABEL + "attempt": str(attempt),
+            LABEL + "role": role,
+        }
+
+    def image(self, tag: str) -> Image | None:
+        """The local image of that tag, or None; nothing is ever pulled."""
+        import docker
+
+        try:
+            facts = self.api.inspect_image(tag)  # type: ignore[no-untyped-call]
+        except docker.errors.ImageNotFound:
+            return None
+        except (docker.errors.APIError, OSError) as error:
+            raise InfraError(f"the engine could not inspect {tag}: {error}") from error
+        config = facts.get("Config") or {}
+        uid, _, gid = str(config.get("User") or "").partition(":")
+        labels = config.get("Labels") or {}
+        user = int(uid) if uid.isdigit() else 1001
+        return Image(
+            tag, facts["Id"], labels, user, int(gid) if gid.isdigit() else user
+        )
+
+    def catalogue(self, image: Image) -> Mapping[str, Any]:
+        """Pi's models and prices as the image exports them; read once an image.
+
+        Read from a container that is created and never started.
+        """
+        if image.id not in self._catalogues:
+            self._catalogues[image.id] = self._read_catalogue(image)
+        return self._catalogues[image.id]
+
+    def _read_catalogue(self, image: Image) -> Mapping[str, Any]:
+        import docker
+
+        labels = self.labels("catalogue", 0, "catalogue")
+        made = self.api.create_container(image.id, labels=labels, network_disabled=True)
+        try:
+            content = self.read_file(made["Id"], CATALOGUE_PATH, 16 * 1024 * 1024)
+            catalogue = json.loads(content or b"{}")
+        except (docker.errors.APIError, Refused, ValueError):
+            catalogue = {}  # an image without a catalogue knows no models
+        finally:
+            self.api.remove_container(made["Id"], force=True, v=True)
+        return catalogue if isinstance(catalogue, dict) else {}
+
+    def read_file(self, container: str, path: str, limit: int) -> bytes | None:
+        """One regular file of a container, at most `limit` bytes; None if absent.
+
+        Raises `Refused("outbox-refused")` for a link, a directory or more bytes:
+        the engine archives a link as itself, so nothing is ever followed.
+        """
+        import docker
+
+        try:
+            stream, facts = self.api.get_archive(container, path)
+        except docker.errors.NotFound:
+            return None
+        name = path.rsplit("/", 1)[-1]
+        with contextlib.closing(stream):
+            if facts.get("size", 0) > limit or facts.get("linkTarget"):
+                raise Refused("outbox-refused", f"{name} is a link or too large")
+            content = _untar_one(stream, limit)
+        if content is None:
+            raise Refused("outbox-refused", f"{name} is not a regular file")
+        return content
+
+    def open(self, spec: BoxSpec) -> Box:
+        return DockerBox.opened(self, spec)
+
+    def adopt(self, job: str) -> Box | None:
+        """The box of a job that an earlier process started, if it still exists."""
+        found = self._list({"job": job, "role": "job"})
+        if not found:
+            return None
+        attempt = int(found[0]["Labels"].get(LABEL + "attempt", "1"))
+        return DockerBox(self, job, attempt)
+
+    def _list(self, labels: Mapping[str, str]) -> list[dict[str, Any]]:
+        wanted = {"instance": self.instance, **labels}
+        filters = {"label": [f"{LABEL}{k}={v}" for k, v in wanted.items()]}
+        found: list[dict[str, Any]] = self.api.containers(all=True, filters=filters)
+        return found
+
+    def sweep(self, keep: frozenset[str]) -> int:
+        """Remove this instance's objects whose job is not in `keep`."""
+        filters = {"label": f"{LABEL}instance={self.instance}"}
+        jobs: set[str] = set()
+        for row in (
+            *self.api.containers(all=True, filters=filters),
+            *self.api.networks(filters=filters),
+            *(self.api.volumes(filters=filters)["Volumes"] or ()),
+        ):
+            jobs.add((row.get("Labels") or {}).get(LABEL + "job", ""))
+        stale = jobs - keep
+        for job in stale:
+            self.remove_job(job)
+        return len(stale)
+
+    def remove_job(self, job: str) -> None:
+        """Remove every container, network and volume of one job; idempotent."""
+        import docker
+
+        for row in self._list({"job": job}):
+            with contextlib.suppress(docker.errors.NotFound):
+                self.api.remove_container(row["Id"], force=True, v=True)
+        labels = [f"{LABEL}instance={self.instance}", f"{LABEL}job={job}"]
+        filters = {"label": labels}
+        for network in self.api.networks(filters=filters):
+            with contextlib.suppress(docker.errors.NotFound):
+                self.api.remove_network(network["Id"])
+        for volume in self.api.volumes(filters=filters)["Volumes"] or ():
+            with contextlib.suppress(docker.errors.NotFound):
+                self.api.remove_volume(volume["Name"], force=True)
+
+    def outer_network(self) -> str:
+        """The id of the gates' way out; icc off, else gates could reach another.
+
+        By id: an engine lets two processes create one name at the same moment.
+        """
+        with _OUTER_LOCK:
+            found = self.api.networks(names=[OUTER_NETWORK])
+            exact = [row["Id"] for row in found if row["Name"] == OUTER_NETWORK]
+            return min(exact) if exact else self._create_outer()
+
+    def _create_outer(self) -> str:
+        made = self.api.create_network(
+            OUTER_NETWORK,
+            driver="bridge",
+            check_duplicate=True,
+            options={"com.docker.network.bridge.enable_icc": "false"},
+            labels={LABEL + "role": "outer"},
+            ipam=_ipam(self._subnet()),
+        )
+        return str(made["Id"])
+
+    def log_lines(self, container: str, *, follow: bool) -> Iterator[str]:
+        """The stdout of a running box, line by line."""
+        import docker
+
+        try:
+            stream = self.api.logs(container, stderr=False, stream=True, follow=follow)
+        except docker.errors.NotFound as error:
+            raise InfraError(f"{container} is gone", "see `pidispatch show`") from error
+        rest = b""
+        for chunk in stream:  # chunks are not lines
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode("utf-8", "replace") for line in lines)
+
+    def _subnet(self) -> IPv4Network:
+        """The next /28 of PI_NETWORK_POOL; the engine says whether it is free."""
+        from ipaddress import IPv4Network
+
+        pool = IPv4Network(self.settings.network_pool)
+        size = 1 << (32 - _SUBNET_BITS)
+        count = pool.num_addresses // size
+        self._next_subnet = (self._next_subnet + 1) % count
+        address = int(pool.network_address) + self._next_subnet * size
+        return IPv4Network((address, _SUBNET_BITS))
+
+    def create_job_network(self, name: str, labels: Mapping[str, str]) -> IPv4Network:
+        """The job's own network; isolated from the host unless PI_EGRESS=0.
+
+        `internal` alone leaves host services reachable through the bridge's
+        address; inhibit_ipv4 takes that address away.
+        """
+        import docker
+
+        options = {"com.docker.network.bridge.inhibit_ipv4": "true"}
+        for _ in range(64):
+            subnet = self._subnet()
+            try:
+                made = self.api.create_network(
+                    name,
+                    driver="bridge",
+                    check_duplicate=True,
+                    internal=self.settings.isolated,
+                    options=options if self.settings.isolated else {},
+                    labels=dict(labels),
+                    ipam=_ipam(subnet),
+                )
+            except docker.errors.APIError as error:
+                if "overlap" in str(error).lower():
+                    continue
+                raise
+            if "inhibit_ipv4" in str(made.get("Warning") or ""):
+                raise Refused(
+                    "engine-not-isolating",
+                    "this engine ignores inhibit_ipv4: jobs could reach the host",
+                )
+            return subnet
+        raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
+
+
+#: One creation at a time in this process.
+_OUTER_LOCK = threading.Lock()
+
+
+def _ipam(subnet: IPv4Network) -> Any:
+    from docker.types import IPAMConfig, IPAMPool
+
+    return IPAMConfig(pool_configs=[IPAMPool(subnet=str(subnet))])
+
+
+def _untar_one(stream: Iterable[bytes], limit: int) -> bytes | None:
+    """The content of the one regular file of a tar stream, else None."""
+    import io
+    import tarfile
+
+    spool = io.BytesIO()
+    for chunk in stream:
+        spool.write(chunk)
+        if spool.tell() > limit + 64 * 1024:
+            return None
+    spool.seek(0)
+    with tarfile.open(fileobj=spool) as tar:
+        entry = tar.next()
+        if entry is None or not entry.isreg() or entry.size > limit:
+            return None
+        source = tar.extractfile(entry)
+        return source.read() if source else None
+
+
+class DockerBox:
+    """One attempt on a Docker Engine. The gate starts while the host prepares."""
+
+    def __init__(self, engine: DockerEngine, job: str, attempt: int) -> None:
+        self.engine, self.job, self.attempt = engine, job, attempt
+        self.name, self.gate = container_name(job), gate_name(job)
+        self._gate_thread: threading.Thread | None = None
+        self._gate_error: Exception | None = None
+        self.spec: BoxSpec | None = None
+
+    @classmethod
+    def opened(cls, engine: DockerEngine, spec: BoxSpec) -> DockerBox:
+        """Create the network, and the gate in a thread beside what comes next."""
+        box = cls(engine, spec.job, spec.attempt)
+        box.spec = spec
+        engine.remove_job(spec.job)  # what an earlier attempt left
+        box.outer = engine.outer_network()
+        labels = engine.labels(spec.job, spec.attempt, "network")
+        box.subnet = engine.create_job_network(network_name(spec.job), labels)
+        box._gate_thread = threading.Thread(target=box._open_gate, daemon=True)
+        box._gate_thread.start()
+        return box
+
+    subnet: IPv4Network
+    outer: str
+
+    @property
+    def gate_address(self) -> str:
+        return str(self.subnet[2])
+
+    def _open_gate(self) -> None:
+        try:
+            self.start_gate()
+        except Exception as error:  # raised again in the job's own thread
+            self._gate_error = error
+
+    def start_gate(self) -> None:
+        """Create on the outer network, connect to the job's, start, say the line.
+
+        The outer network comes first: it must own the default route.
+        """
+        assert self.spec
+        api, spec, network = self.engine.api, self.spec, network_name(self.job)
+        api.create_container(
+            spec.gate_image.id,
+            name=self.gate,
+            entrypoint=["python3", "-I", "/opt/pi-dispatch/gate.py"],
+            command=["--host", "0.0.0.0", "--port", str(GATE_PORT)],
+            user=f"{spec.gate_image.uid}:{spec.gate_image.gid}",
+            stdin_open=True,
+            labels=self.engine.labels(self.job, self.attempt, "gate"),
+            use_config_proxy=False,
+            host_config=self._gate_host_config(),
+            environment={"PYTHONUNBUFFERED": "1"},
+        )
+        address = self.gate_address
+        api.connect_container_to_network(
+            self.gate, network, ipv4_address=address, aliases=["gate"]
+        )
+        if self.engine.settings.gate_network:
+            api.connect_container_to_network(
+                self.gate, self.engine.settings.gate_network
+            )
+        # attached before the start, so that the line is the first thing it reads
+        socket = api.attach_socket(self.gate, {"stdin": 1, "stream": 1})
+        try:
+            api.start(self.gate)
+            _send(socket, spec.gate_line + b"\n")
+        finally:
+            socket.close()
+
+    def _gate_host_config(self) -> Any:
+        assert self.spec
+        hosts = {"host.docker.internal": "host-gateway"} if self.spec.loopback else None
+        return self.engine.api.create_host_config(
+            network_mode=self.outer,
+            sysctls={"net.ipv4.ip_forward": "0"},
+            extra_hosts=hosts,
+            pids_limit=64,
+            mem_limit=GATE_MEMORY,
+            memswap_limit=GATE_MEMORY,
+            **_HARDENING,
+        )
+
+    def start(self, inputs: Mapping[str, bytes | Path]) -> None:
+        """Create the job container, put its inputs in, wait for the gate, start."""
+        api = self.engine.api
+        self._create_job()
+        with tar_of(inputs) as tar:
+            api.put_archive(self.name, "/job", tar)
+        if self._gate_thread:
+            self._gate_thread.join()
+        if self._gate_error:
+            raise InfraError(f"the gate did not start: {self._gate_error}")
+        api.start(self.name)
+
+    def _create_job(self) -> None:
+        assert self.spec
+        api, network = self.engine.api, network_name(self.job)
+        endpoint = api.create_endpoint_config(ipv4_address=str(self.subnet[3]))
+        api.create_container(
+            self.spec.image.id,
+            name=self.name,
+            labels=self.engine.labels(self.job, self.attempt, "job"),
+            environment=dict(self.spec.environment),
+            user=f"{self.spec.image.uid}:{self.spec.image.gid}",
+            use_config_proxy=False,
+            host_config=self._job_host_config(),
+            networking_config=api.create_networking_config(
+                cast(Any, {network: endpoint})  # the stub names the wrong type
+            ),
+        )
+
+    def _job_host_config(self) -> Any:
+        assert self.spec
+        options = job_options(self.engine.settings, self.spec.image, self.engine.cpus)
+        return self.engine.api.create_host_config(
+            network_mode=network_name(self.job),
+            extra_hosts={"gate": self.gate_address},
+            dns_opt=["timeout:1", "attempts:1"],
+            mounts=self._mounts(),
+            **options,
+        )
+
+    def _mounts(self) -> list[Any]:
+        """Anonymous volumes, named by Mounts because `volumes=` cannot label."""
+        from docker.types import Mount
+
+        labels = self.engine.labels(self.job, self.attempt, "volume")
+        return [
+            Mount(path, None, type="volume", labels=labels)
+            for path in ("/job", "/workspace", "/outbox")
+        ]
+
+    def wait(self, seconds: int) -> bool:
+        """Whether the job container ended within that time."""
+        import docker
+        import requests
+
+        try:
+            self.engine.api.wait(self.name, timeout=seconds)
+        except (requests.exceptions.ConnectionError, requests.exceptions.ReadTimeout):
+            return not self._alive()
+        except docker.errors.NotFound:
+            return True
+        return True
+
+    def _alive(self) -> bool:
+        import docker
+
+        try:
+            state = self.engine.api.inspect_container(self.name)["State"]
+        except docker.errors.NotFound:
+            return False
+        return bool(state["Running"])
+
+    def stop(self) -> None:
+        """TERM, ten seconds, KILL, and look that it is gone."""
+        import docker
+
+        with contextlib.suppress(docker.errors.NotFound):
+            self.engine.api.stop(self.name, timeout=STOP_GRACE_SECONDS)
+        if self._alive():
+            with contextlib.suppress(docker.errors.APIError):
+                self.engine.api.kill(self.name)
+            if not self.wait(STOP_GRACE_SECONDS):
+                raise InfraError(f"{self.name} does not stop", "restart the engine")
+
+    def collect(self, into: Path) -> BoxExit:
+        """Read the exit, the meter and the outbox; `into` gets the bundle.
+
+        An outbox entry that is not a plain file of a sane size raises `Refused`.
+        """
+        api = self.engine.api
+        state = api.inspect_container(self.name)["State"]
+        lines = self._lines(self.name)
+        tokens, forks, spent = meter_of(self._lines(self.gate))
+        bundle = self.engine.read_file(
+            self.name, "/outbox/branch.bundle", BUNDLE_MAX_BYTES
+        )
+        path = into / "branch.bundle"
+        if bundle is not None:
+            write_private(path, bundle)
+        return BoxExit(
+            code=state["ExitCode"],
+            oom=bool(state.get("OOMKilled")) and state["ExitCode"] != 0,
+            result=result_of(lines),
+            tokens=tokens,
+            forks=forks,
+            budget_spent=spent,
+            bundle=path if bundle is not None else None,
+            review_request=self._text("review-request.md"),
+            comment=self._text("comment.md"),
+        )
+
+    def _text(self, name: str) -> str | None:
+        content = self.engine.read_file(self.name, f"/outbox/{name}", TEXT_MAX_BYTES)
+        return content.decode("utf-8", "replace") if content is not None else None
+
+    def _lines(self, container: str) -> list[str]:
+        import docker
+
+        try:
+            text: bytes = self.engine.api.logs(container, stderr=False, tail=2000)
+        except docker.errors.NotFound:
+            return []
+        return text.decode("utf-8", "replace").splitlines()
+
+    def remove(self) -> None:
+        if self._gate_thread:
+            self._gate_thread.join()
+        self.engine.remove_job(self.job)
+
+
+#: What holds for the job and for the gate alike (40-box).
+_HARDENING: dict[str, Any] = {
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges"],
+    "read_only": True,
+    "init": True,
+    "ipc_mode": "private",
+    "log_config": {"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
+}
+
+
+def job_options(settings: Settings, image: Image, cpus: int) -> dict[str, Any]:
+    """What every job container runs under; `verify-image` uses the same."""
+    return {
+        "pids_limit": 512,
+        "mem_limit": settings.job_memory,
+        "memswap_limit": settings.job_memory,
+        "nano_cpus": cpus * 1_000_000_000,
+        "shm_size": "256m",
+        "tmpfs": _tmpfs(image),
+        **_HARDENING,
+    }
+
+
+def _tmpfs(image: Image) -> dict[str, str]:
+    home = f"rw,exec,nosuid,nodev,size=1g,mode=0700,uid={image.uid},gid={image.gid}"
+    return {"/tmp": "rw,exec,nosuid,nodev,size=1g,mode=1777", "/home/pi": home}
+
+
+def _send(socket: Any, data: bytes) -> None:
+    # the SDK wraps a raw socket on unix, and gives the raw one over TLS
+    raw = getattr(socket, "_sock", socket)
+    raw.sendall(data)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only we can read (0600), in a directory that exists."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as sink:
+        sink.write(content)
+
 
 # =============================================================================
 # publish
@@ -2198,7 +5768,932 @@ def _say(forge: Forge, job: Job, work: Work, kind: str, **values: object) -> Non
 
 # =============================================================================
 # dispatch
+#
+# One job from claim to record: the ladder before anything can be spent, the box,
+# the verdict, the way out. The worker pool and the start's reconciliation stand
+# at the end. Knows nothing of HTTP servers.
 # =============================================================================
+
+RETRY_SECONDS = 60
+MAX_ATTEMPTS = 2
+DEFER_SECONDS = 60
+DEFER_MAX_SECONDS = 600
+DEFER_GIVE_UP_SECONDS = DAY
+AGENT_DIR = "/home/pi/.pi/agent"
+JOB_FILE_VERSION = 1
+
+#: What the runner may name as the reason of exit 2 (30-jobs, outcome).
+POLICY_REASONS = frozenset(
+    (
+        "turn-budget",
+        "token-budget",
+        "provider-auth-refused",
+        "model-unknown",
+        "flow-not-found",
+        "runner-policy",
+        "timeout",
+    )
+)
+
+
+class Verdict(NamedTuple):
+    """What an ended box means for its job."""
+
+    outcome: Literal["completed", "policy", "failed", "retry"]
+    reason: str | None
+
+
+def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
+    """Classify by our own stop, then the gate, the engine and the exit code.
+
+    The runner's line never classifies; it only names the reason of exit 2, and
+    its presence tells a finished run from one that was cut off.
+    """
+    if stopped:
+        return Verdict("failed" if stopped == "shutdown" else "policy", stopped)
+    if ended.budget_spent:
+        return Verdict("policy", "token-budget")
+    if ended.oom:
+        return Verdict("policy", "oom-killed")
+    if ended.code == 0:
+        done = ended.result is not None and ended.result.code == 0
+        return Verdict("completed", None) if done else Verdict("failed", "no-result")
+    if ended.code == 1:
+        return Verdict("retry", "infra")
+    if ended.code == 2:
+        reason = ended.result.reason if ended.result else None
+        known = reason if reason in POLICY_REASONS else "runner-policy"
+        return Verdict("policy", known)
+    return Verdict("failed", "unexpected-exit")
+
+
+@dataclass
+class Attempt:
+    """What one attempt learns on its way up the ladder; filled gate by gate."""
+
+    claimed: Claimed
+    settings: Settings
+    token: str
+    image: Image | None = None
+    gate_image: Image | None = None
+    provider: Provider | None = None
+    catalogue: Mapping[str, Any] = field(default_factory=dict)
+    credential: Credential | None = None
+    box: Box | None = None
+    prepared: Prepared | None = None
+    skill: Mapping[str, bytes] = field(default_factory=dict)
+    started_at: float | None = None
+
+    @property
+    def job(self) -> Job:
+        return self.claimed.job
+
+    @property
+    def model_name(self) -> str:
+        """`provider/model` of this job: its replica's, its rule's, the settings'."""
+        run, replica = self.job.run, self.job.replica
+        if run.replicaModels and replica is not None:
+            return run.replicaModels[replica - 1]
+        provider = run.provider or self.settings.provider
+        return f"{provider}/{run.model or self.settings.model}"
+
+    @property
+    def publish(self) -> str:
+        return self.job.run.publish or self.settings.publish
+
+
+def gate_url(base_url: str) -> str:
+    """Where the box finds a provider: its real host and path behind the gate."""
+    return f"http://gate:{GATE_PORT}/{base_url.split('://', 1)[1]}"
+
+
+_LOOPBACK = re.compile(r"://(localhost|127\.\d+\.\d+\.\d+|\[::1\])(?=[:/]|$)")
+
+
+def outside_url(base_url: str) -> str:
+    """The URL as the gate must call it: a loopback name means the engine's host."""
+    return _LOOPBACK.sub("://host.docker.internal", base_url)
+
+
+def known_model(
+    provider: Provider, catalogue: Mapping[str, Any], model: str
+) -> Mapping[str, Any] | None:
+    """The model's row: the operator's own, else the image's. None: unknown."""
+    rows = [*provider.models, *catalogue.get(provider.name, {}).get("models", ())]
+    return next((row for row in rows if row.get("id") == model), None)
+
+
+def models_json(provider: Provider, token: str) -> dict[str, Any]:
+    """Pi's models.json: the provider behind the gate, with the job's token."""
+    row: dict[str, Any] = {
+        "baseUrl": gate_url(outside_url(provider.base_url)),
+        "apiKey": token,
+    }
+    if provider.models:
+        row["api"] = provider.style
+        row["models"] = list(provider.models)
+    return {"providers": {provider.name: row}}
+
+
+def gate_line(attempt: Attempt) -> bytes:
+    """The one line the gate reads: token, keys, allowlists, prices, budget."""
+    settings, run = attempt.settings, attempt.job.run
+    names = (attempt.model_name, *settings.models_allow)
+    providers: dict[str, Any] = {}
+    prices: dict[str, Any] = {}
+    for name in names:
+        kind, _, model = name.partition("/")
+        provider = settings.providers.get(kind)
+        if provider is None or kind not in settings.keys:
+            continue
+        row = known_model(provider, attempt.catalogue, model) or {}
+        providers.setdefault(kind, _gate_provider(provider, row, settings.keys[kind]))
+        if row.get("cost"):
+            prices[name] = row["cost"]
+    line = {
+        "token": attempt.token,
+        "providers": providers,
+        "allow": list(settings.egress_allow),
+        "models": list(names),
+        "prices": prices,
+        "budget": run.maxTokens or settings.max_tokens,
+        "spent": 0,
+    }
+    return json.dumps(line).encode()
+
+
+def _gate_provider(
+    provider: Provider, row: Mapping[str, Any], key: str
+) -> dict[str, str]:
+    return {
+        "baseUrl": outside_url(provider.base_url),
+        "style": row.get("api", provider.style),
+        "authHeader": provider.auth_header,
+        "authPrefix": provider.auth_prefix,
+        "key": key,
+    }
+
+
+def box_environment(attempt: Attempt) -> dict[str, str]:
+    """The closed map of the job's environment. No secret ever stands in it."""
+    provider, _, model = attempt.model_name.partition("/")
+    values = {
+        "HOME": "/home/pi",
+        "PI_CODING_AGENT_DIR": AGENT_DIR,
+        "PI_JOB_ID": attempt.job.id,
+        "PI_MODEL": model,
+        "PI_OFFLINE": "1",
+        "PI_PROVIDER": provider,
+        "PI_SKIP_VERSION_CHECK": "1",
+        "PI_TELEMETRY": "0",
+    }
+    if attempt.settings.egress_allow:
+        values |= _PROXY_VARIABLES
+    return values
+
+
+_PROXY = f"http://gate:{GATE_PORT}"
+_PROXY_VARIABLES = {
+    "HTTP_PROXY": _PROXY,
+    "HTTPS_PROXY": _PROXY,
+    "NODE_USE_ENV_PROXY": "1",
+    "NO_PROXY": "gate,localhost,127.0.0.1",
+    "http_proxy": _PROXY,
+    "https_proxy": _PROXY,
+    "no_proxy": "gate,localhost,127.0.0.1",
+}
+
+
+def job_file(attempt: Attempt, deadline: float) -> bytes:
+    """/job/job.json (45-box-contracts, Inputs)."""
+    job, prepared = attempt.job, attempt.prepared
+    assert prepared and attempt.provider and attempt.image
+    run, settings = job.run, attempt.settings
+    _, _, model = attempt.model_name.partition("/")
+    return json.dumps(
+        {
+            "version": JOB_FILE_VERSION,
+            "jobId": job.id,
+            "attempt": attempt.claimed.attempt + 1,
+            "target": {"type": job.target.type, "number": job.target.number},
+            "base": prepared.base,
+            "branch": job.branch,
+            "requestRef": REQUEST_REF if prepared.request_sha else None,
+            "requestSha": prepared.request_sha,
+            "flow": job.flow,
+            "provider": attempt.provider.name,
+            "model": model,
+            "gate": {"url": _PROXY, "token": attempt.token},
+            "models": models_json(attempt.provider, attempt.token),
+            "maxTurns": run.maxTurns or settings.max_turns,
+            "maxTokens": run.maxTokens or settings.max_tokens,
+            "deadline": int(deadline),
+            "excludeTools": list(run.excludeTools or ()),
+            "forkJoin": run.forkJoin is not False
+            and "forkJoin" in attempt.image.capabilities,
+            "publish": attempt.publish,
+            "session": None,
+            "git": {"name": "pidispatch", "email": "pidispatch@localhost"},
+        },
+        indent=1,
+    ).encode()
+
+
+def box_inputs(attempt: Attempt, deadline: float) -> dict[str, bytes | Path]:
+    """Everything that goes into /job."""
+    job, prepared = attempt.job, attempt.prepared
+    assert prepared
+    inputs: dict[str, bytes | Path] = {
+        "job.json": job_file(attempt, deadline),
+        "prompt.md": prompt_text(job, attempt.publish).encode(),
+        "event.json": event_json(job),
+        "base.pack": prepared.pack,
+        "shallow": prepared.shallow,
+    }
+    for name, content in attempt.skill.items():
+        inputs[f"skill/{job.flow}/{name}"] = content
+    return inputs
+
+
+class Leaving(Exception):
+    """We are stopping; the container goes on and the next start adopts it."""
+
+
+class Dispatcher:
+    """Takes one claimed job to its record. Everything it needs is passed in."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        engine: Engine,
+        forges: Mapping[str, Forge],
+        *,
+        clock: Clock = time.time,
+        new_token: Callable[[], str] = lambda: secrets.token_hex(32),
+    ) -> None:
+        self.settings, self.store, self.engine = settings, store, engine
+        self.forges, self.clock, self.new_token = forges, clock, new_token
+        self.mirrors = Mirrors(settings.state_dir / "mirrors")
+        self.leaving = threading.Event()
+        self.stop_jobs = threading.Event()
+        self._telling = threading.Lock()
+        self._told: set[str] = set()
+
+    # -- the ladder: its order is the contract (30-jobs) ---------------------
+
+    def climb(self, attempt: Attempt) -> None:
+        """Every gate in order; the first that refuses raises `Refused`.
+
+        Up to and including the capabilities nothing is minted, cloned or
+        reserved. The box's network and gate open before the workspace, because
+        starting them takes as long as the clone.
+        """
+        for _, gate in LADDER:
+            gate(self, attempt)
+
+    def check_overlay(self, attempt: Attempt) -> None:
+        attempt.settings = with_overlay(self.settings)
+
+    def check_image(self, attempt: Attempt) -> None:
+        tag = attempt.job.run.image or attempt.settings.job_image
+        attempt.image = self.engine.image(tag)
+        if attempt.image is None:
+            raise Refused(
+                "job-image-missing",
+                f"the job image `{tag}` is not on this machine",
+                "build it (`pidispatch build-image`) or correct the rule's `image`",
+            )
+
+    def check_forges(self, attempt: Attempt) -> None:
+        assert attempt.image
+        allowed = attempt.image.forges
+        if allowed is not None and attempt.job.kind not in allowed:
+            listed = ", ".join(sorted(allowed)) or "none"
+            raise Refused(
+                "job-image-forge-unsupported",
+                f"the job image `{attempt.image.tag}` supports these forges only: "
+                f"{listed}",
+                f"rebuild it with the label `{LABEL}forges` naming this forge",
+            )
+
+    def check_capabilities(self, attempt: Attempt) -> None:
+        assert attempt.image
+        needs = []
+        if attempt.job.replica is not None:
+            needs.append(("replicas", "job-image-replicas-unsupported"))
+        if attempt.job.run.excludeTools:
+            needs.append(("excludeTools", "job-image-exclude-tools-unsupported"))
+        for token, reason in needs:
+            if token not in attempt.image.capabilities:
+                raise Refused(reason, *_undeclared(attempt.image, token))
+
+    def check_version(self, attempt: Attempt) -> None:
+        """Fields whose feature this version lacks refuse, they never do nothing."""
+        lacking = {"resume": attempt.job.run.resume, "publish: agent": None}
+        if attempt.publish == "agent":
+            lacking["publish: agent"] = True
+        for name, wanted in lacking.items():
+            if wanted:
+                raise Refused(
+                    "not-in-this-version",
+                    f"this version of pidispatch does not do `{name}` yet",
+                    "remove it from the rule",
+                )
+
+    def check_provider(self, attempt: Attempt) -> None:
+        assert attempt.image
+        name, _, model = attempt.model_name.partition("/")
+        provider = attempt.settings.providers.get(name)
+        if provider is None or name not in attempt.settings.keys:
+            variable = provider.key_variable if provider else "PI_PROVIDERS_FILE"
+            raise Refused(
+                "provider-unconfigured",
+                f"the model provider `{name}` is not configured",
+                f"set {variable}",
+            )
+        attempt.provider = provider
+        attempt.catalogue = self.engine.catalogue(attempt.image)
+        rows = attempt.catalogue.get(name) or provider.models
+        if rows and not known_model(provider, attempt.catalogue, model):
+            raise Refused(
+                "model-unknown",
+                f"the job image knows no model `{model}` of `{name}`",
+                "name one that `pi --list-models` shows",
+            )
+
+    def check_gate_image(self, attempt: Attempt) -> None:
+        tag = attempt.settings.gate_image
+        attempt.gate_image = self.engine.image(tag)
+        if attempt.gate_image is None or (
+            "gate" not in attempt.gate_image.capabilities
+        ):
+            raise Refused(
+                "gate-image-missing",
+                f"the gate's image `{tag}` is not here or has no gate",
+                "build it: `pidispatch build-image`",
+            )
+
+    def check_caps(self, attempt: Attempt) -> None:
+        """A look only: a job that cannot start must mint and clone nothing."""
+        reason = self.store.peek_caps(Caps.of(attempt.settings))
+        if reason:
+            raise self._over(reason, attempt)
+
+    def _over(self, reason: str, attempt: Attempt) -> Refused:
+        return Refused(
+            reason,
+            "the cap on jobs is used up",
+            "wait for the next window, or raise PI_DAILY_CAP (or its week or month)",
+        )
+
+    def take_token(self, attempt: Attempt) -> None:
+        attempt.credential = self.forge(attempt.job).credential(attempt.job.repo)
+
+    def forge(self, job: Job) -> Forge:
+        forge = self.forges.get(job.kind)
+        if forge is None:
+            variable = FORGES[job.kind].secret_variable
+            raise Refused(
+                "forge-token-unavailable",
+                f"{job.kind} is not served",
+                f"set {variable}",
+            )
+        return forge
+
+    def open_box(self, attempt: Attempt) -> None:
+        assert attempt.image and attempt.gate_image and attempt.provider
+        local = outside_url(attempt.provider.base_url) != attempt.provider.base_url
+        attempt.box = self.engine.open(
+            BoxSpec(
+                job=attempt.job.id,
+                attempt=attempt.claimed.attempt + 1,
+                image=attempt.image,
+                gate_image=attempt.gate_image,
+                gate_line=gate_line(attempt),
+                environment=box_environment(attempt),
+                loopback=local,
+            )
+        )
+
+    def prepare(self, attempt: Attempt) -> None:
+        """The workspace: every replica and every retry starts at one commit."""
+        job = attempt.job
+        known = self.store.base_of(job.set)
+        prepared = self._prepare(attempt, *known)
+        agreed = self.store.set_base(job.set, prepared.base, prepared.request_sha)
+        if agreed and (agreed.base, agreed.request_sha) != (
+            prepared.base,
+            prepared.request_sha,
+        ):
+            prepared = self._prepare(attempt, agreed.base, agreed.request_sha)
+        attempt.prepared = prepared
+        self.store.keep_work(
+            attempt.claimed,
+            Workspace(
+                prepared.base,
+                prepared.default_branch,
+                prepared.lease,
+                prepared.request_sha,
+            ),
+        )
+
+    def _prepare(
+        self, attempt: Attempt, base: str | None, request: str | None
+    ) -> Prepared:
+        job = attempt.job
+        return self.mirrors.prepare(
+            self.forge(job),
+            job,
+            self.kept_dir(job),
+            base,
+            request,
+            attempt.settings.clone_depth,
+        )
+
+    def find_skill(self, attempt: Attempt) -> None:
+        assert attempt.prepared
+        skill = attempt.prepared.skill or shipped_skill(attempt.job.flow)
+        if not skill:
+            raise Refused(
+                "flow-not-found",
+                f"the repository has no flow `{attempt.job.flow}`",
+                f"add `.pi/skills/{attempt.job.flow}/SKILL.md` to its default branch",
+            )
+        attempt.skill = skill
+
+    def reserve(self, attempt: Attempt) -> None:
+        reason = self.store.start(attempt.claimed, Caps.of(attempt.settings))
+        if reason:
+            raise self._over(reason, attempt)
+        attempt.started_at = self.clock()
+
+    # -- one job -------------------------------------------------------------
+
+    def run(self, claimed: Claimed) -> None:
+        """The whole of one attempt. Never raises; every end is recorded."""
+        attempt = Attempt(claimed, self.settings, self.new_token())
+        _event("job-claimed", claimed.job)
+        try:
+            self.climb(attempt)
+            self._start(attempt)
+            self._settle(attempt, self._attend(attempt))
+        except Refused as refusal:
+            self._refuse(attempt, refusal)
+        except InfraError as error:
+            self._again(attempt, error)
+        except Leaving:
+            _event("job-left-running", claimed.job)
+        except Fenced:
+            _event("job-claim-lost", claimed.job)
+        except Exception:
+            log.exception("job-failed-inside %s", claimed.job.id)
+            self._give_up(attempt, "internal-error")
+        finally:
+            if attempt.prepared:  # the box has its copy
+                attempt.prepared.pack.unlink(missing_ok=True)
+
+    def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
+        """Take over a container that an earlier process started."""
+        attempt = Attempt(claimed, self.settings, "", box=box, started_at=started_at)
+        _event("job-adopted", claimed.job)
+        try:
+            self._settle(attempt, self._attend(attempt))
+        except (Leaving, Fenced):
+            return
+        except PidispatchError as error:
+            log.warning("job-adoption-failed %s: %s", claimed.job.id, error)
+            self._give_up(attempt, "lost")
+
+    def _start(self, attempt: Attempt) -> None:
+        assert attempt.box and attempt.started_at is not None
+        inputs = box_inputs(attempt, attempt.started_at + JOB_SECONDS)
+        try:
+            attempt.box.start(inputs)
+        except Refused:
+            raise
+        except Exception as error:
+            # create or start failed: nothing ran, so the slot goes back
+            self.store.release(attempt.claimed)
+            attempt.started_at = None
+            raise InfraError(f"the container did not start: {error}") from error
+        self.store.running(attempt.claimed)
+        _event("job-started", attempt.job)
+
+    def _attend(self, attempt: Attempt) -> str | None:
+        """Wait for the end; returns the reason if it was we who ended it."""
+        assert attempt.box and attempt.started_at is not None
+        while not attempt.box.wait(1):
+            reason = self._stop_reason(attempt)
+            if reason:
+                attempt.box.stop()
+                return reason
+        return None
+
+    def _stop_reason(self, attempt: Attempt) -> str | None:
+        assert attempt.started_at is not None
+        if self.stop_jobs.is_set():
+            return "shutdown"
+        if self.leaving.is_set():
+            raise Leaving
+        if self.store.cancelled(attempt.job.id):
+            return "operator-cancel"
+        if self.clock() >= attempt.started_at + JOB_SECONDS + STOP_GRACE_SECONDS:
+            return "timeout"
+        return None
+
+    def _settle(self, attempt: Attempt, stopped: str | None) -> None:
+        """Collect what the box left, judge it, record it, then clean and publish."""
+        assert attempt.box
+        kept = self.kept_dir(attempt.job)
+        try:
+            ended = attempt.box.collect(kept)
+        except Refused as refusal:
+            ended = BoxExit(code=-1)
+            stopped = stopped or refusal.reason
+        keep_texts(kept, ended)
+        verdict = verdict_of(ended, stopped)
+        if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
+            self.store.retry(attempt.claimed, self.clock() + RETRY_SECONDS)
+            _event("job-retry", attempt.job, verdict.reason)
+            attempt.box.remove()
+            return
+        if verdict.outcome == "retry":
+            verdict = Verdict("failed", verdict.reason)
+        self._finish(attempt, verdict, ended)
+
+    def _finish(
+        self, attempt: Attempt, verdict: Verdict, ended: BoxExit | None
+    ) -> None:
+        assert verdict.outcome != "retry"
+        record = self.record(attempt, verdict.outcome, verdict.reason, ended)
+        if verdict.outcome == "completed":
+            commits = ended.result.commits if ended and ended.result else 0
+            notice = Notice("result", commits=commits)
+        else:
+            notice = _outcome_notice(attempt.job, record)
+        self.store.finish(attempt.claimed, record, notice)
+        _event("job-ended", attempt.job, verdict.reason or verdict.outcome)
+        self._remove(attempt)
+        self.publish(attempt.job.id)
+
+    def _refuse(self, attempt: Attempt, refusal: Refused) -> None:
+        self._remove(attempt)
+        record = self.record(attempt, "policy", refusal.reason, None)
+        notice = _refusal_notice(attempt.job, refusal)
+        self.store.refuse(attempt.claimed, record, notice)
+        _event("job-refused", attempt.job, refusal.reason)
+        self.publish(attempt.job.id)
+
+    def _again(self, attempt: Attempt, error: InfraError) -> None:
+        """Trouble that may pass. Before the container it costs nothing."""
+        log.warning("job-trouble %s: %s", attempt.job.id, error)
+        now = self.clock()
+        if attempt.started_at is not None:
+            # paid for, and the engine does not say what became of it: the next
+            # start reconciles the row with the container
+            self._give_up(attempt, "lost")
+            return
+        self._remove(attempt)
+        if now - attempt.claimed.queued_at > DEFER_GIVE_UP_SECONDS:
+            self._give_up(attempt, "infra")
+            return
+        wait = min(DEFER_SECONDS * 2**attempt.claimed.deferrals, DEFER_MAX_SECONDS)
+        self.store.defer(attempt.claimed, now + wait)
+
+    def _give_up(self, attempt: Attempt, reason: str) -> None:
+        try:
+            self._finish(attempt, Verdict("failed", reason), None)
+        except Exception:
+            log.exception("job-not-recorded %s", attempt.job.id)
+
+    def _remove(self, attempt: Attempt) -> None:
+        """Take the engine objects away; what is left over is swept at the start."""
+        if attempt.box is None:
+            return
+        try:
+            attempt.box.remove()
+        except Exception:
+            log.exception("box-not-removed %s", attempt.job.id)
+
+    def record(
+        self,
+        attempt: Attempt,
+        outcome: Outcome,
+        reason: str | None,
+        ended: BoxExit | None,
+    ) -> Record:
+        job, claimed = attempt.job, attempt.claimed
+        provider, _, model = attempt.model_name.partition("/")
+        result = ended.result if ended else None
+        return Record(
+            jobId=job.id,
+            kind=job.kind,
+            target=job.title,
+            flow=job.flow,
+            queuedAt=iso(claimed.queued_at),
+            startedAt=iso(attempt.started_at) if attempt.started_at else None,
+            endedAt=iso(self.clock()),
+            outcome=outcome,
+            reason=reason,
+            exitCode=ended.code if ended and ended.code >= 0 else None,
+            turns=result.turns if result else None,
+            tokens=ended.tokens if ended else None,
+            forks=ended.forks if ended else None,
+            provider=provider,
+            model=model,
+            budgetReserved=attempt.started_at is not None,
+            attempt=claimed.attempt + (attempt.started_at is not None),
+            replica=job.replica,
+            replicas=job.replicas,
+            triggerIndex=job.trigger.index,
+            triggerType=job.trigger.type,
+            session=None,
+            bundle=bool(ended and ended.bundle),
+            host=_host_name(),
+        )
+
+    # -- the way out ---------------------------------------------------------
+
+    def kept_dir(self, job: Job) -> Path:
+        """Where a job's bundle and texts are kept until the retention ends."""
+        folder = self.settings.state_dir / "bundles" / container_name(job.id)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder
+
+    def publish(self, job_id: str) -> None:
+        """Tell the forge about a job that is over; safe to repeat at any time."""
+        with self._telling:
+            if job_id in self._told:
+                return  # another thread of ours is at it
+            self._told.add(job_id)
+        try:
+            self._publish(job_id)
+        finally:
+            self._told.discard(job_id)
+
+    def _publish(self, job_id: str) -> None:
+        found = self.store.notice(job_id)
+        if found is None:
+            return
+        job, workspace, notice, tries = found
+        try:
+            request, reason = self._tell(job, workspace, notice)
+        except InfraError as error:
+            wait = min(5 * 2**tries, 900)
+            log.warning("publish-retry %s in %s s: %s", job.id, wait, error)
+            self.store.postpone_notice(job.id, self.clock() + wait)
+            return
+        except Refused as refusal:
+            request, reason = None, refusal.reason
+        self.store.published(job.id, request, reason)
+        with contextlib.suppress(InfraError):
+            self.mirrors.release(job)
+        _event("job-published", job, reason)
+
+    def _tell(
+        self, job: Job, workspace: Workspace | None, notice: Notice
+    ) -> tuple[Request | None, str | None]:
+        forge = self.forge(job)
+        if notice.kind != "result":
+            forge.comment(job.repo, job.target, notice.text, notice.marker)
+            return None, None
+        assert workspace
+        kept = self.kept_dir(job)
+        bundle = kept / "branch.bundle"
+        work = Work(
+            bundle=bundle if bundle.is_file() else None,
+            review_request=_kept_text(kept, "review-request.md"),
+            comment=_kept_text(kept, "comment.md"),
+            base=workspace.base,
+            lease=workspace.lease,
+            default_branch=workspace.default_branch,
+            commits=notice.commits,
+            ours=self.store.own_tips(job),
+        )
+        published = publish_job(forge, self.mirrors, job, work)
+        if published.tip:
+            self.store.pushed(job, published.tip)
+        return published.request, None
+
+    def publish_due(self) -> None:
+        for job, _, _, _ in self.store.due_notices():
+            self.publish(job.id)
+
+    # -- the start -----------------------------------------------------------
+
+    def reconcile(self) -> list[tuple[Claimed, Box, float]]:
+        """Rows against containers, both ways; returns what is to be adopted."""
+        adopted: list[tuple[Claimed, Box, float]] = []
+        for claimed, state, started_at in self.store.unfinished():
+            box = self.engine.adopt(claimed.job.id) if state != "claimed" else None
+            if box is not None and started_at is not None:
+                adopted.append((claimed, box, started_at))
+            elif state == "running":
+                lost = Attempt(claimed, self.settings, "", started_at=started_at)
+                self._give_up(lost, "lost")
+            else:
+                self.store.requeue(claimed)
+        keep = frozenset(claimed.job.id for claimed, _, _ in adopted)
+        swept = self.engine.sweep(keep)
+        if adopted or swept:
+            log.info("reconciled: %s adopted, %s swept", len(adopted), swept)
+        return adopted
+
+
+#: The gates in their order, by the name a reader looks for.
+LADDER: tuple[tuple[str, Callable[[Dispatcher, Attempt], None]], ...] = (
+    ("overlay", Dispatcher.check_overlay),
+    ("image", Dispatcher.check_image),
+    ("forges", Dispatcher.check_forges),
+    ("capabilities", Dispatcher.check_capabilities),
+    ("version", Dispatcher.check_version),
+    ("provider", Dispatcher.check_provider),
+    ("gate image", Dispatcher.check_gate_image),
+    ("caps, a look", Dispatcher.check_caps),
+    ("token", Dispatcher.take_token),
+    ("box", Dispatcher.open_box),
+    ("workspace", Dispatcher.prepare),
+    ("flow", Dispatcher.find_skill),
+    ("caps, reserved", Dispatcher.reserve),
+)
+
+
+def _undeclared(image: Image, token: str) -> tuple[str, str]:
+    listed = ", ".join(sorted(image.capabilities))
+    says = f"declares {listed}" if listed else "declares no capabilities"
+    return (
+        f"the job image `{image.tag}` {says}, and this job needs `{token}`",
+        f"rebuild it so that its label `{LABEL}capabilities` lists `{token}` "
+        "(`pidispatch build-image`), then check it with `pidispatch verify-image`",
+    )
+
+
+def comment_marker(name: str, kind: str) -> str:
+    """The hidden last line of a comment, by which it is found and never repeated."""
+    return f"<!-- pidispatch:{name}:{kind} -->"
+
+
+def _refusal_notice(job: Job, refusal: Refused) -> Notice:
+    """One comment for a set, whichever of its replicas was refused first."""
+    marker = comment_marker(job.set, refusal.reason)
+    text = render(
+        "comment-not-started.md.j2",
+        job=job,
+        reason=refusal.reason,
+        message=refusal.message,
+        fix=refusal.fix,
+        marker=marker,
+    )
+    return Notice("refused", text, marker)
+
+
+def _outcome_notice(job: Job, record: Record) -> Notice:
+    marker = comment_marker(job.id, "ended")
+    text = render("comment-ended.md.j2", job=job, record=record, marker=marker)
+    return Notice("ended", text, marker)
+
+
+def keep_texts(folder: Path, ended: BoxExit) -> None:
+    texts = (
+        ("review-request.md", ended.review_request),
+        ("comment.md", ended.comment),
+    )
+    for name, text in texts:
+        if text is not None:
+            write_private(folder / name, text.encode())
+
+
+def _kept_text(folder: Path, name: str) -> str | None:
+    path = folder / name
+    return path.read_text("utf-8") if path.is_file() else None
+
+
+def iso(seconds: float) -> str:
+    """UTC, to the millisecond, as records show times."""
+    from datetime import UTC, datetime
+
+    text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
+
+
+@functools.cache
+def _host_name() -> str:
+    import platform
+
+    return platform.node()
+
+
+def _event(name: str, job: Job, reason: str | None = None) -> None:
+    log.info(
+        name,
+        extra={"fields": {"job": job.id, "target": job.title, "reason": reason}},
+    )
+
+
+class Workers:
+    """The pool: PI_CONCURRENCY threads that claim and run, and one janitor."""
+
+    def __init__(self, dispatcher: Dispatcher, store: Store, concurrency: int) -> None:
+        self.dispatcher, self.store = dispatcher, store
+        self._adopted: list[tuple[Claimed, Box, float]] = []
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"worker-{i}", daemon=True)
+            for i in range(1, concurrency + 1)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._tidy, name="janitor", daemon=True)
+        )
+
+    def start(self) -> None:
+        """Take this file for ourselves, reconcile, then claim.
+
+        Raises `ConfigError` when another worker has the file.
+        """
+        self._lock = lock_file(self.store.path.with_suffix(".worker.lock"))
+        self._adopted = self.dispatcher.reconcile()
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, *, end_jobs: bool = False) -> None:
+        """Claim nothing more; containers go on unless `end_jobs`."""
+        if end_jobs:
+            self.dispatcher.stop_jobs.set()
+        self.dispatcher.leaving.set()
+        self._stopping.set()
+        self.store.work.set()
+        for thread in self._threads:
+            thread.join(timeout=60)
+        self._lock.close()
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                if not self._one():
+                    self.store.work.wait(1.0)
+                    self.store.work.clear()
+            except PidispatchError as error:
+                log.warning("worker-trouble: %s", error)
+                self._stopping.wait(1.0)
+
+    def _one(self) -> bool:
+        with contextlib.suppress(IndexError):
+            self.dispatcher.adopt(*self._adopted.pop())
+            return True
+        claimed = self.store.claim()
+        if claimed is None:
+            return False
+        self.dispatcher.run(claimed)
+        return True
+
+    def _tidy(self) -> None:
+        swept = 0.0
+        while not self._stopping.wait(1.0):
+            try:
+                self.dispatcher.publish_due()
+                self.store.beat()
+                if self.dispatcher.clock() - swept > 3600:
+                    swept = self.dispatcher.clock()
+                    self.store.sweep()
+                    sweep_files(self.dispatcher.settings, time.time())
+            except PidispatchError as error:
+                log.warning("janitor-trouble: %s", error)
+
+
+def sweep_files(settings: Settings, now: float) -> None:
+    """Remove kept bundles past the retention and captured logs past theirs.
+
+    `now` is the machine's own time, which is what the files carry.
+    """
+    import shutil
+
+    ages = (
+        ("bundles", RETENTION_SECONDS),
+        ("logs", settings.log_retention_days * DAY or float("inf")),
+    )
+    for name, age in ages:
+        folder = settings.state_dir / name
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if entry.stat().st_mtime < now - age:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def lock_file(path: Path) -> IO[str]:
+    """An exclusive lock held until the file is closed or we die."""
+    import fcntl
+
+    held = path.open("w")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        held.close()
+        raise ConfigError(
+            f"another worker already works on {path.with_suffix('').with_suffix('')}",
+            "stop it, or name another file with --db",
+        ) from error
+    return held
+
 
 # =============================================================================
 # intake
@@ -2207,19 +6702,1712 @@ def _say(forge: Forge, job: Job, work: Work, kind: str, **values: object) -> Non
 # triggers file. Knows nothing of Docker.
 # =============================================================================
 
+
+def _log(event: str, level: int = logging.INFO, **fields: object) -> None:
+    """One log line; an `error` is shown with its traceback unless it is ours."""
+    error = fields.get("error")
+    trace = error if isinstance(error, Exception) else None
+    ours = isinstance(error, PidispatchError)
+    log.log(level, event, exc_info=None if ours else trace, extra={"fields": fields})
+
+
+class TriggersFile:
+    """The rules in force, read again whenever the file's content changes.
+
+    `rules` is always the last valid content and `problem` says what is wrong
+    with the present one. The constructor raises `Faults` for a file that is
+    absent, bad, or names a forge that is not served.
+    """
+
+    #: Milliseconds without a change before the file is read: editors and
+    #: deployments save in several steps.
+    QUIET = 150
+    #: Milliseconds after which it is read without any notice: a file behind a
+    #: link to another directory, and a directory made anew, give none.
+    LOOK_ANYWAY = 2_000
+
+    def __init__(self, path: Path, served: Iterable[str]) -> None:
+        self.path = path
+        self.served = frozenset(served)
+        self.problem: str | None = None
+        self._tell: Callable[[str | None], None] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow_on, name="triggers")
+        self._thread.daemon = True
+        self._content = self._read()
+        self.rules = self._validate(self._content)
+
+    def watch(self, tell: Callable[[str | None], None] | None = None) -> None:
+        """Follow the file; `tell` gets each new problem, or None when it is over."""
+        self._tell = tell
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def _read(self) -> bytes | None:
+        try:
+            return self.path.read_bytes()
+        except OSError:
+            return None
+
+    def _validate(self, content: bytes | None) -> tuple[Rule, ...]:
+        source = str(self.path)
+        if content is None:
+            raise Faults(source, ["cannot be read"])
+        rules = load_triggers(content, source)
+        faults = [
+            f"triggers[{rule.index}].run.kind: {json.dumps(rule.run.kind)} is not "
+            f"served: set {FORGES[rule.run.kind].secret_variable}"
+            for rule in rules
+            if rule.run.kind in FORGES and rule.run.kind not in self.served
+        ]
+        if faults:
+            raise Faults(source, faults)
+        return rules
+
+    def refresh(self) -> None:
+        """Read the file; take valid new content, keep the last good otherwise."""
+        content = self._read()
+        if content == self._content:
+            return
+        self._content = content
+        try:
+            self.rules, self.problem = self._validate(content), None
+            _log("triggers-reloaded", rules=len(self.rules))
+        except PidispatchError as error:
+            self.problem = error.message
+            _log("triggers-invalid", logging.ERROR, kept=len(self.rules), why=error)
+        if self._tell:
+            self._tell(self.problem)
+
+    def _follow_on(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._follow()
+            except Exception as error:
+                _log("triggers-watch-failed", logging.ERROR, error=error)
+                self.refresh()
+                self._stop.wait(self.LOOK_ANYWAY / 1000)
+
+    def _follow(self) -> None:
+        """Watch the directory, not the file: a watch on a file dies with it."""
+        from watchfiles import watch
+
+        for _ in watch(
+            self.path.parent,
+            watch_filter=None,
+            step=self.QUIET,
+            rust_timeout=self.LOOK_ANYWAY,
+            yield_on_timeout=True,
+            recursive=False,
+            stop_event=self._stop,
+            raise_interrupt=False,
+        ):
+            self.refresh()
+
+
+def judge(rules: Sequence[Rule], event: Event, own: str | None) -> Match | Drop:
+    """What an event would start if its actor may: match first, then `self`."""
+    found = match_event(rules, event)
+    if isinstance(found, Drop):
+        return found
+    if event.actor is None:
+        return Drop("missing-sender-id")
+    return Drop("self") if event.actor.id == own else found
+
+
+class Answer(NamedTuple):
+    """What a delivery is answered with: an HTTP status and a JSON object."""
+
+    status: int
+    payload: Mapping[str, object]
+
+
+#: The fixed word of each status; never text from a request.
+STATUS_WORDS = {
+    200: "ok",
+    202: "accepted",
+    400: "malformed",
+    401: "unauthorized",
+    404: "not-found",
+    405: "method-not-allowed",
+    408: "timeout",
+    411: "length-required",
+    413: "too-large",
+    414: "line-too-long",
+    415: "unsupported-type",
+    431: "headers-too-large",
+    501: "unknown-method",
+    503: "unavailable",
+    505: "unsupported-version",
+}
+
+
+def _refusal(status: int) -> Answer:
+    return Answer(status, {"status": "error", "reason": STATUS_WORDS[status]})
+
+
+class Intake:
+    """From one request's bytes to rows on disk, or the reason there are none."""
+
+    def __init__(
+        self,
+        forges: Mapping[str, Forge],
+        triggers: TriggersFile,
+        store: Store,
+        hourly: int,
+        clock: Clock = time.time,
+    ) -> None:
+        self.forges = forges
+        self.triggers = triggers
+        self.store = store
+        self.hourly = hourly
+        self.clock = clock
+        #: Our identity on each forge that has told it; None: we have none there.
+        self.own: dict[str, str | None] = {}
+        #: Rung when something was parked.
+        self.bell = threading.Event()
+
+    def receive(self, kind: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Verify, parse, match, `self`, authority, one transaction, answer.
+
+        Header names are in lower case. Nothing here waits for a forge's API.
+        """
+        forge = self.forges.get(kind)
+        if forge is None:
+            return _refusal(404)
+        try:
+            forge.verify(headers, body)
+            event = forge.parse(headers, body)
+            return self.take(event, hashlib.sha256(body).hexdigest())
+        except Unauthorized:
+            _log("delivery-unauthorized", logging.WARNING, forge=kind)
+            return _refusal(401)
+        except Malformed as error:
+            _log("delivery-malformed", logging.WARNING, forge=kind, error=error)
+            return _refusal(400)
+        except InfraError as error:
+            _log("delivery-not-stored", logging.ERROR, forge=kind, error=error)
+            return _refusal(503)
+
+    def take(self, event: Event, body_sha: str) -> Answer:
+        """Judge an event that is known to be genuine. May raise InfraError."""
+        if event.fault is not None:
+            return self._ignored(event.fault)
+        delivery = Delivery(
+            id=set_id(event.forge, event.delivery),
+            event=event,
+            body_sha=body_sha,
+            received=self.clock(),
+        )
+        if self.store.seen(delivery.id, body_sha):
+            return self._known("duplicate")
+        found = judge(self.triggers.rules, event, self.own.get(event.forge))
+        if isinstance(found, Drop):
+            return self._ignored(found.reason)
+        word = self.forges[event.forge].authority(event)
+        if word == "denied":
+            return self._ignored("not-allowed")
+        if word == "ask" or event.forge not in self.own:
+            return self._park(delivery, found)
+        return self._admit(delivery, found)
+
+    def _park(self, delivery: Delivery, match: Match) -> Answer:
+        if not self.store.park(delivery, match):
+            return self._known("duplicate")
+        self.bell.set()
+        return Answer(202, {"status": "pending"})
+
+    def _admit(self, delivery: Delivery, match: Match) -> Answer:
+        jobs = fan_out(match, delivery.event)
+        status, ids = self.store.admit(delivery, jobs, self.hourly)
+        if status == "queued":
+            return Answer(202, {"status": status, "jobs": ids})
+        if status == "rate-limited":
+            return Answer(200, {"status": "ignored", "reason": status})
+        return Answer(200, {"status": status})
+
+    def _known(self, status: str) -> Answer:
+        self._count(status)
+        return Answer(200, {"status": status})
+
+    def _ignored(self, reason: str) -> Answer:
+        """Always 2xx: GitLab switches a hook off for good on 4xx answers."""
+        self._count(reason)
+        return Answer(200, {"status": "ignored", "reason": reason})
+
+    def _count(self, word: str) -> None:
+        """A lost count is no reason to make a forge send again."""
+        try:
+            self.store.count(word)
+        except InfraError as error:
+            _log("count-lost", logging.ERROR, word=word, error=error)
+
+
+class Inbox:
+    """Resolves pending deliveries: who asked, and may they?
+
+    A few at a time for each forge, so that one forge that hangs holds up no
+    other. What cannot be told is tried again after 1 s, doubling to 5 minutes,
+    and dropped `authority-unknown` after a day.
+    """
+
+    TICK = 0.5
+    AT_ONCE = 4
+    BACKOFF_LIMIT = 300.0
+
+    def __init__(self, intake: Intake) -> None:
+        self.intake = intake
+        self.forges = intake.forges
+        self.store = intake.store
+        self.clock = intake.clock
+        self.bell = intake.bell
+        self._busy: dict[str, str] = {}
+        self._troubled: set[str] = set()
+        self._recovered: set[str] = set()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+
+    def start(self, patience: float = 2.0) -> None:
+        """Begin; waits up to `patience` seconds to learn who we are.
+
+        Until a forge has said so, its deliveries wait in the inbox: nobody can
+        tell whether they are our own.
+        """
+        learners = [
+            threading.Thread(target=self._learn_quietly, args=(forge,), daemon=True)
+            for forge in self.forges.values()
+        ]
+        for learner in learners:
+            learner.start()
+        end = time.monotonic() + patience
+        for learner in learners:
+            learner.join(max(0.0, end - time.monotonic()))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.bell.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def _learn(self, forge: Forge) -> str | None:
+        self.intake.own[forge.kind] = own = forge.own_id()
+        return own
+
+    def _learn_quietly(self, forge: Forge) -> None:
+        try:
+            self._learn(forge)
+        except PidispatchError as error:
+            _log("identity-unknown", logging.WARNING, forge=forge.kind, error=error)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self.bell.wait(self.TICK)
+            self.bell.clear()
+            try:
+                self.turn()
+            except Exception as error:
+                _log("inbox-failed", logging.ERROR, error=error)
+
+    def turn(self) -> None:
+        """Start resolving whatever is due and fits."""
+        # one that ends while we read is in the rows as it was: it is skipped too
+        held = frozenset(self._busy)
+        for delivery, match, attempts in self._due():
+            kind = delivery.event.forge
+            full = list(self._busy.values()).count(kind) >= self.AT_ONCE
+            if full or delivery.id in held or self._stopped:
+                continue
+            self._busy[delivery.id] = kind
+            threading.Thread(
+                target=self._resolve, args=(delivery, match, attempts), daemon=True
+            ).start()
+
+    def _due(self) -> list[tuple[Delivery, Match, int]]:
+        """What is due; and, once a forge answers again, all that waits for it."""
+        now = self.clock()
+        due = self.store.due_pending(now)
+        for kind in tuple(self._recovered):
+            early = self.store.due_pending(now + self.BACKOFF_LIMIT)
+            waiting = [row for row in early if row[0].event.forge == kind]
+            due = due + [row for row in waiting if row not in due]
+            if all(row[0].id in self._busy for row in waiting):
+                self._recovered.discard(kind)
+        return due
+
+    def _resolve(self, delivery: Delivery, match: Match, attempts: int) -> None:
+        kind = delivery.event.forge
+        try:
+            self.store.settle(delivery.id, self._verdict(delivery, match))
+            if kind in self._troubled:
+                self._troubled.discard(kind)
+                self._recovered.add(kind)
+        except Exception as error:
+            self._try_later(delivery, attempts, error)
+        finally:
+            self._busy.pop(delivery.id, None)
+            self.bell.set()
+
+    def _verdict(self, delivery: Delivery, match: Match) -> str | None:
+        """Admit the delivery (None), or say the reason it is dropped for."""
+        event = delivery.event
+        forge = self.forges.get(event.forge)
+        if forge is None:
+            raise InfraError(f"{event.forge} is not served any more")
+        own = self._learn(forge)
+        if event.actor is None:
+            return "missing-sender-id"
+        if event.actor.id == own:
+            return "self"
+        word = forge.authority(event)
+        if word == "denied" or (word == "ask" and not forge.ask(event)):
+            return "not-allowed"
+        self.store.admit(delivery, fan_out(match, event), self.intake.hourly)
+        return None
+
+    def _try_later(self, delivery: Delivery, attempts: int, error: Exception) -> None:
+        kind, now = delivery.event.forge, self.clock()
+        self._troubled.add(kind)
+        self._recovered.discard(kind)
+        _log("authority-unknown", logging.WARNING, delivery=delivery.id, error=error)
+        try:
+            if now - delivery.received >= DAY:
+                self.store.settle(delivery.id, "authority-unknown")
+            else:
+                delay = min(2.0 ** min(attempts, 16), self.BACKOFF_LIMIT)
+                self.store.postpone(delivery.id, now + delay)
+        except PidispatchError as trouble:
+            _log("inbox-failed", logging.ERROR, delivery=delivery.id, error=trouble)
+
+
+@dataclass(frozen=True)
+class EdgeLimits:
+    """Bounds of the receiver; seconds are totals by the wall clock."""
+
+    threads: int = 256
+    backlog: int = 256
+    line: int = 8_192
+    head: int = 32_768
+    headers: int = 100
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
+    send_seconds: float = 10.0
+    linger_seconds: float = 2.0
+    #: Bodies above `large` bytes are held by at most `larges` threads at once.
+    large: int = 1024 * 1024
+    larges: int = 16
+
+
+class Route(NamedTuple):
+    method: str
+    kind: str | None
+
+
+_METHODS = frozenset(
+    b"GET HEAD POST PUT PATCH DELETE OPTIONS TRACE CONNECT".split(b" ")
+)
+_FIELD_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~]+) HTTP/([0-9])\.([0-9])")
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+#: Headers that decide something, and so may stand only once.
+_ONCE = re.compile(
+    r"signature|token|delivery|event|^(content-(length|type)|transfer-encoding|"
+    r"authorization|expect|host|webhook-id|webhook-timestamp|idempotency-key)$"
+)
+_MEDIA_TYPES = ("application/json", FORM_TYPE)
+
+
+class Edge:
+    """The public HTTP/1.1 receiver: one thread a connection, everything bounded.
+
+    Threads are kept for the next connection, and with them what each holds open.
+
+    Only sockets of the standard library: what http.server adds (it folds `//`,
+    mends broken headers, has per-read timeouts and writes an answer in several
+    sends) is what a public edge must not have.
+    """
+
+    def __init__(
+        self, intake: Intake, host: str, port: int, limits: EdgeLimits | None = None
+    ) -> None:
+        import socket
+        from concurrent.futures import ThreadPoolExecutor
+
+        self.intake = intake
+        self.limits = limits or EdgeLimits()
+        self._pool = ThreadPoolExecutor(self.limits.threads, "edge")
+        self.routes = {f"/{kind}": Route("POST", kind) for kind in intake.forges}
+        if "github" in intake.forges:
+            self.routes["/"] = Route("POST", "github")
+        self.routes["/healthz"] = Route("GET", None)
+        self.larges = threading.BoundedSemaphore(self.limits.larges)
+        self.closing = False
+        self.idle: set[socket.socket] = set()
+        self._open: set[socket.socket] = set()
+        self._change = threading.Condition()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server(
+            (host, port), family=family, backlog=self.limits.backlog
+        )
+        self._listener.settimeout(0.5)
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="edge", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, patience: float = 5.0) -> None:
+        """Accept no more; let requests in progress end, up to `patience` seconds."""
+        self.closing = True
+        _hang_up(self._listener)  # wakes accept() on Linux; elsewhere its timeout does
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
+        for waiting in tuple(self.idle):
+            _hang_up(waiting)
+        with self._change:
+            self._change.wait_for(lambda: not self._open, patience)
+            for late in self._open:
+                _hang_up(late)
+        self._pool.shutdown()
+
+    def _accept(self) -> None:
+        while not self.closing:
+            with self._change:
+                if self._full() and self.idle:
+                    _hang_up(next(iter(self.idle)))
+                free = self._change.wait_for(lambda: not self._full(), timeout=0.5)
+            try:
+                if free:
+                    self._take(self._listener.accept()[0])
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if not self.closing:
+                    _log("edge-failed", logging.ERROR, error=error)
+                    time.sleep(0.05)
+
+    def _full(self) -> bool:
+        return len(self._open) >= self.limits.threads
+
+    def _take(self, sock: socket.socket) -> None:
+        with self._change:
+            self._open.add(sock)
+        try:
+            self._pool.submit(self._converse, sock)
+        except RuntimeError as error:  # the system gives no more threads
+            _log("edge-failed", logging.ERROR, error=error)
+            self._gone(sock)
+
+    def _converse(self, sock: socket.socket) -> None:
+        try:
+            _Connection(self, sock).converse()
+        except (OSError, EOFError):
+            pass  # the other side went away, or reads too slowly
+        except Exception as error:
+            _log("edge-failed", logging.ERROR, error=error)
+        finally:
+            self._gone(sock)
+
+    def _gone(self, sock: socket.socket) -> None:
+        sock.close()
+        with self._change:
+            self._open.discard(sock)
+            self._change.notify_all()
+
+
+def _hang_up(sock: socket.socket, how: int = 2) -> None:
+    """Shut down one or both (SHUT_RDWR) directions; it may be gone already."""
+    import contextlib
+
+    with contextlib.suppress(OSError):
+        sock.shutdown(how)
+
+
+class _Stop(Exception):
+    """The request ends here, with this status, and so does its connection."""
+
+    def __init__(self, status: int, allow: str = "") -> None:
+        super().__init__(status)
+        self.status = status
+        self.allow = allow
+
+
+class _Connection:
+    """One connection: requests in turn, read under total deadlines."""
+
+    def __init__(self, edge: Edge, sock: socket.socket) -> None:
+        import socket
+
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.edge = edge
+        self.limits = edge.limits
+        self.sock = sock
+        self.buffer = bytearray()
+        self.deadline = time.monotonic() + self.limits.head_seconds
+
+    def converse(self) -> None:
+        while self._exchange() and not self.edge.closing:
+            if not self._another():
+                return
+            self.deadline = time.monotonic() + self.limits.head_seconds
+
+    def _another(self) -> bool:
+        """Wait for the first byte of a next request."""
+        self.deadline = time.monotonic() + self.limits.head_seconds
+        self.edge.idle.add(self.sock)
+        try:
+            while not self.buffer:
+                self._fill()
+        except (_Stop, EOFError):
+            return False
+        finally:
+            self.edge.idle.discard(self.sock)
+        return True
+
+    def _exchange(self) -> bool:
+        """Read one request and answer it; whether the connection goes on."""
+        try:
+            route, headers, lasting = self._head()
+            answer = self._answer(route, headers)
+        except _Stop as stop:
+            self._send(_refusal(stop.status), close=True, allow=stop.allow)
+            self._linger()
+            return False
+        bodied = route.method == "GET" and headers.keys() & {
+            "content-length",
+            "transfer-encoding",
+        }
+        close = answer.status >= 400 or not lasting or bool(bodied)
+        close = close or self.edge.closing
+        self._send(answer, close=close)
+        if close and self.buffer:
+            self._linger()
+        return not close
+
+    # --- reading
+
+    def _fill(self) -> None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise _Stop(408)
+        self.sock.settimeout(left)
+        try:
+            data = self.sock.recv(65_536)
+        except TimeoutError:
+            raise _Stop(408) from None
+        if not data:
+            raise EOFError
+        self.buffer += data
+
+    def _line(self, limit: int, status: int) -> bytes:
+        """One line of at most `limit` bytes, or _Stop(status)."""
+        while (end := self.buffer.find(b"\n", 0, limit + 2)) < 0:
+            if len(self.buffer) >= limit + 2:
+                raise _Stop(status)
+            self._fill()
+        line = bytes(self.buffer[:end])
+        del self.buffer[: end + 1]
+        if not line.endswith(b"\r"):
+            raise _Stop(400)
+        return line[:-1]
+
+    def _head(self) -> tuple[Route, Mapping[str, str], bool]:
+        """The route, the headers, and whether the connection may be kept."""
+        try:
+            # one empty line before a request is forgiven (RFC 9112, 2.2)
+            line = self._line(self.limits.line, 414) or self._line(
+                self.limits.line, 414
+            )
+        except _Stop as stop:
+            if stop.status == 414:
+                self._known_method(bytes(self.buffer[:16]))
+            raise
+        target, minor = self._request_line(line)
+        headers = self._headers()
+        route = self.edge.routes.get(target)
+        if route is None:
+            raise _Stop(404)
+        lasting = minor > 0 and "close" not in headers.get("connection", "").lower()
+        return route, headers, lasting
+
+    def _known_method(self, line: bytes) -> str:
+        method = line.partition(b" ")[0]
+        if not _FIELD_NAME.fullmatch(method):
+            raise _Stop(400)
+        if method not in _METHODS:
+            raise _Stop(501)
+        if method not in (b"GET", b"POST"):
+            raise _Stop(405, "GET, POST")
+        return method.decode()
+
+    def _request_line(self, line: bytes) -> tuple[str, int]:
+        """The path, and the minor version of HTTP/1."""
+        method = self._known_method(line)
+        found = _REQUEST_LINE.fullmatch(line)
+        if found is None:
+            raise _Stop(400)
+        path = found[2].decode().partition("?")[0]
+        if len(path) > 2 and path.endswith("/"):
+            path = path[:-1]
+        route = self.edge.routes.get(path)
+        if route is not None and route.method != method:
+            raise _Stop(405, route.method)
+        if found[3] != b"1":
+            raise _Stop(505)
+        return path, int(found[4])
+
+    def _headers(self) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        room = self.limits.head
+        for _ in range(self.limits.headers + 1):
+            line = self._line(max(room, 0), 431)
+            if not line:
+                return headers
+            room -= len(line) + 2
+            name, colon, value = line.partition(b":")
+            if not colon or not _FIELD_NAME.fullmatch(name) or _CONTROL.search(value):
+                raise _Stop(400)
+            key, text = name.decode().lower(), value.strip(b" \t").decode("latin-1")
+            if key in headers and _ONCE.search(key):
+                raise _Stop(400)
+            headers[key] = f"{headers[key]}, {text}" if key in headers else text
+        raise _Stop(431)
+
+    def _answer(self, route: Route, headers: Mapping[str, str]) -> Answer:
+        if route.kind is None:
+            return Answer(200, {"status": "ok"})
+        length = self._length(headers)
+        media = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media not in _MEDIA_TYPES:
+            raise _Stop(415)
+        self.deadline = time.monotonic() + self.limits.body_seconds
+        if length <= self.limits.large:
+            return self._deliver(route.kind, headers, length)
+        if not self.edge.larges.acquire(timeout=self.limits.body_seconds):
+            raise _Stop(503)
+        try:
+            return self._deliver(route.kind, headers, length)
+        finally:
+            self.edge.larges.release()
+
+    @staticmethod
+    def _length(headers: Mapping[str, str]) -> int:
+        text = headers.get("content-length")
+        if text is None or "transfer-encoding" in headers:
+            raise _Stop(411)
+        if not re.fullmatch(r"[0-9]+", text, re.ASCII):
+            raise _Stop(400)
+        if len(text) > 18 or int(text) > MAX_BODY_BYTES:
+            raise _Stop(413)
+        return int(text)
+
+    def _deliver(self, kind: str, headers: Mapping[str, str], length: int) -> Answer:
+        if len(self.buffer) < length and "expect" in headers:
+            self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while len(self.buffer) < length:
+            self._fill()
+        with memoryview(self.buffer) as view:
+            body = bytes(view[:length])
+        del self.buffer[:length]
+        try:
+            return self.edge.intake.receive(kind, headers, body)
+        except Exception as error:
+            _log("delivery-failed", logging.ERROR, forge=kind, error=error)
+            return _refusal(503)
+
+    # --- writing
+
+    def _send(self, answer: Answer, *, close: bool, allow: str = "") -> None:
+        """One write: apart, the parts of an answer cost 40 ms of delayed ACK."""
+        body = msgspec.json.encode(answer.payload)
+        lines = [
+            f"HTTP/1.1 {answer.status} {STATUS_WORDS[answer.status]}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *(["Connection: close"] if close else []),
+            *([f"Allow: {allow}"] if allow else []),
+            "\r\n",
+        ]
+        self.sock.settimeout(self.limits.send_seconds)
+        self.sock.sendall("\r\n".join(lines).encode() + body)
+
+    def _linger(self) -> None:
+        """Read what still comes for a moment: closing at once would reset the
+        connection and take the answer away from a client that is sending."""
+        _hang_up(self.sock, 1)
+        self.deadline = time.monotonic() + self.limits.linger_seconds
+        try:
+            while True:
+                self.buffer.clear()
+                self._fill()
+        except (_Stop, EOFError):
+            return
+
+
 # =============================================================================
 # surfaces
+#
+# What people look at: tables, one run, one rule, the doctor, the log; and the
+# service that ties the sections together. Reads only, but for the service.
 # =============================================================================
+
+
+class Redactor(logging.Filter):
+    """The last step of every log line: no known secret leaves, in any spelling."""
+
+    def __init__(self, secrets_: Iterable[str]) -> None:
+        super().__init__()
+        self.spellings = sorted(
+            {s for secret in secrets_ if len(secret) >= 6 for s in _spellings(secret)},
+            key=len,
+            reverse=True,
+        )
+
+    def redact(self, text: str) -> str:
+        for spelling in self.spellings:
+            text = text.replace(spelling, "***")
+        return text
+
+
+def _spellings(secret: str) -> Iterator[str]:
+    """Raw, URL-encoded, JSON-escaped, shell-quoted, and as basic credentials."""
+    import base64
+    import shlex
+    from urllib.parse import quote
+
+    yield secret
+    yield quote(secret, safe="")
+    yield json.dumps(secret)[1:-1]
+    yield shlex.quote(secret)
+    for user in ("", "x-access-token", "oauth2"):
+        yield base64.b64encode(f"{user}:{secret}".encode()).decode()
+    yield base64.b64encode(secret.encode()).decode().rstrip("=")
+
+
+def secrets_of(settings: Settings) -> Iterator[str]:
+    yield from settings.keys.values()
+    yield from settings.webhook_secret
+    for secret in (settings.github_pat, settings.panel_token):
+        if secret:
+            yield secret
+
+
+class LogFormat(logging.Formatter):
+    """One line an event: JSON for machines, plain words on a terminal."""
+
+    def __init__(self, redactor: Redactor, *, plain: bool) -> None:
+        super().__init__()
+        self.redactor, self.plain = redactor, plain
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {k: v for k, v in getattr(record, "fields", {}).items() if v}
+        event = record.getMessage()
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        if self.plain:
+            pairs = " ".join(f"{k}={v}" for k, v in fields.items())
+            line = f"{time.strftime('%H:%M:%S')} {event} {pairs}".rstrip()
+        else:
+            head = {"t": iso(record.created), "level": record.levelname.lower()}
+            line = json.dumps({**head, "event": event, **fields}, default=str)
+        return self.redactor.redact(line)
+
+
+def set_up_logging(settings: Settings) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    redactor = Redactor(secrets_of(settings))
+    handler.setFormatter(LogFormat(redactor, plain=sys.stderr.isatty()))
+    log.handlers[:] = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+class Service:
+    """A running pidispatch: the receiver, the workers, or both on one file."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        triggers: Path,
+        *,
+        engine: Engine | None = None,
+        clock: Clock = time.time,
+    ) -> None:
+        self.settings = settings
+        self.forges = forges_of(settings)
+        self.triggers = TriggersFile(triggers, frozenset(self.forges))
+        self.store = Store(settings.db, clock)
+        self.engine = engine or DockerEngine(settings, self.store.instance())
+        dispatcher = Dispatcher(
+            settings, self.store, self.engine, self.forges, clock=clock
+        )
+        self.workers = Workers(dispatcher, self.store, settings.concurrency)
+        self.intake = Intake(
+            forges=self.forges,
+            triggers=self.triggers,
+            store=self.store,
+            hourly=settings.target_hourly,
+            clock=clock,
+        )
+        self.inbox = Inbox(self.intake)
+        self.edge = Edge(self.intake, settings.bind, settings.port)
+        self._works = False
+
+    def start(self, *, worker: bool = True) -> None:
+        if worker:
+            self.workers.start()
+            self._works = True
+        self.triggers.watch()
+        self.inbox.start()
+        self.edge.start()
+        log.info("serving", extra={"fields": {"port": self.edge.port}})
+
+    def stop(self, *, end_jobs: bool = False) -> None:
+        self.edge.stop()
+        self.inbox.stop()
+        self.triggers.stop()
+        if self._works:
+            self.workers.stop(end_jobs=end_jobs)
+        self.store.close()
+
+
+# -- tables -------------------------------------------------------------------
+
+
+def plain_text(value: object) -> str:
+    """Text for a terminal: control and bidi characters shown as symbols."""
+    return "".join(_visible(character) for character in str(value))
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F or 0x80 <= code < 0xA0:
+        return "\N{REPLACEMENT CHARACTER}"
+    if (
+        character
+        in "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    ):
+        return "\N{REPLACEMENT CHARACTER}"
+    return character
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as their widest cell; no line has trailing blanks."""
+    cells = [list(heads), *([plain_text(c) for c in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    )
+
+
+def replica_badge(replica: int | None, replicas: int | None) -> str:
+    return f"r{replica}/{replicas}" if replica else "-"
+
+
+def runs_table(runs: Sequence[RunRow]) -> str:
+    heads = ("JOB", "TARGET", "FLOW", "REPLICA", "STATE", "REASON", "TOKENS", "WHEN")
+    return table(heads, [_run_cells(run) for run in runs])
+
+
+def _run_cells(run: RunRow) -> tuple[object, ...]:
+    return (
+        run.id,
+        run.target,
+        run.flow,
+        replica_badge(run.replica, run.replicas),
+        run.state,
+        run.reason or "-",
+        run.tokens if run.tokens is not None else "-",
+        iso(run.at)[:16].replace("T", " "),
+    )
+
+
+def run_detail(run: RunRow, record: Record | None, others: Sequence[RunRow]) -> str:
+    """Everything of one run, then its siblings by job id with their requests."""
+    lines = [f"{'state':14}{run.state}"]
+    if record:
+        for name, value in msgspec.to_builtins(record).items():
+            shown = "-" if value is None else json_or_text(value)
+            lines.append(f"{name:14}{shown}")
+    if run.request:
+        lines.append(f"{'request':14}{run.request.url}")
+    for other in others:
+        badge = replica_badge(other.replica, other.replicas)
+        link = other.request.url if other.request else "no request yet"
+        lines.append(f"{'sibling ' + badge:14}{other.id}  {other.state}  {link}")
+    return "\n".join(plain_text(line) for line in lines)
+
+
+def json_or_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# -- rules --------------------------------------------------------------------
+
+
+def rule_badge(rule: Rule) -> str:
+    return f"[x{rule.run.replicas}]" if rule.run.replicas else ""
+
+
+def rule_when(rule: Rule) -> str:
+    """What makes a rule fire, in a few words."""
+    on = rule.on
+    if on.type == "cron":
+        return f"{on.id} {on.pattern} {on.tz or 'UTC'}"
+    if on.type == "comment":
+        return json.dumps(on.phrase, ensure_ascii=False)
+    parts = list(on.action)
+    for name, words in (("any", on.any), ("all", on.all), ("none", on.none)):
+        if words:
+            parts.append(f"{name} {json.dumps(list(words), ensure_ascii=False)}")
+    if on.reviewState:
+        parts.append("/".join(on.reviewState))
+    if on.number:
+        parts.append(f"number {on.number}")
+    return " ".join(parts)
+
+
+def rules_table(rules: Sequence[Rule]) -> str:
+    heads = ("#", "FORGE", "TYPE", "WHEN", "FLOW", "")
+    rows = [
+        (r.index, r.run.kind, r.on.type, rule_when(r), r.run.flow, rule_badge(r))
+        for r in rules
+    ]
+    return table(heads, rows)
+
+
+#: Lines of SECURITY.md's "not defended" that `triggers show` repeats, each with
+#: the test that tells whether it applies to a rule.
+_RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
+    (
+        lambda rule: rule.run.replicas is not None,
+        "replicas multiply slots and tokens; only the caps bound them",
+    ),
+    (
+        lambda rule: (
+            rule.run.replicas is not None
+            and rule.on.type in ("pull_request", "comment")
+            and rule.run.publish == "agent"
+        ),
+        "on a request all replicas share one head branch, and nothing bounds what "
+        "they push (open question)",
+    ),
+    (
+        lambda rule: rule.run.publish == "agent",
+        "publish: agent puts the forge token into the box",
+    ),
+    (
+        lambda rule: (
+            rule.run.publish == "agent"
+            and rule.run.replicas is not None
+            and rule.run.kind not in ("github", "local")
+        ),
+        "all replicas then hold one operator token",
+    ),
+    (lambda rule: True, "the model provider sees the code"),
+)
+
+
+def rule_detail(rule: Rule) -> str:
+    """One rule: when, what it starts, its multiplier and the trust model."""
+    lines = [
+        f"trigger {rule.index}: {rule.on.type} {rule_when(rule)}",
+        f"starts: {json.dumps(msgspec.to_builtins(rule.run), ensure_ascii=False)}",
+    ]
+    n = rule.run.replicas
+    if n:
+        lines += [
+            f"multiplier: [x{n}] each delivery makes {n} jobs, takes {n} slots of the "
+            f"caps, costs about {n} times the tokens and opens {n} review requests",
+            "no replica's end cancels a sibling; a person compares and picks",
+        ]
+    lines.append("trust: started only on the word of someone the forge lets steer it")
+    lines += [f"note: {text}" for applies, text in _RULE_WARNINGS if applies(rule)]
+    return "\n".join(plain_text(line) for line in lines)
+
+
+# -- trying a delivery --------------------------------------------------------
+
+
+class TrialJob(msgspec.Struct, frozen=True):
+    id: str
+    dedup: str
+    branch: str | None
+    container: str
+    replica: int | None
+    replicas: int | None
+    title_marker: str | None
+
+
+class TrialTarget(msgspec.Struct, frozen=True):
+    type: str
+    number: int
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What a delivery would do and why; absent things are null."""
+
+    event: str | None
+    delivery: str
+    repo: str | None
+    target: TrialTarget | None
+    actor: str | None
+    authority: Literal["payload", "api", "none"]
+    rule: int | None
+    reason: str | None
+    jobs: tuple[TrialJob, ...]
+
+
+def try_delivery(
+    rules: Sequence[Rule],
+    kind: str,
+    path: Path,
+    headers: Sequence[str],
+    event: str | None,
+    secret: str | None,
+) -> Trial:
+    """Judge a stored delivery as the receiver would, touching nothing.
+
+    Raises `ConfigError` for a file or header that cannot be used.
+    """
+    forge = trial_forge(kind, secret)
+    try:
+        body = path.read_bytes()
+        given = trial_headers(forge, path, headers, event)
+        if secret is not None:
+            forge.verify(given, body)
+        parsed = forge.parse(given, body)
+    except (OSError, Unauthorized, Malformed) as error:
+        raise ConfigError(f"{path}: {error}", "give a delivery's raw body") from error
+    return _judge(rules, forge, parsed)
+
+
+def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
+    found = match_event(rules, event)
+    reason = found.reason if isinstance(found, Drop) else None
+    authority: Literal["payload", "api", "none"] = "none"
+    if isinstance(found, Match) and event.actor is None:
+        reason = "missing-sender-id"
+    elif isinstance(found, Match):
+        says = forge.authority(event)
+        authority = "api" if says == "ask" else "payload"
+        reason = "not-allowed" if says == "denied" else None
+    jobs = fan_out(found, event) if isinstance(found, Match) and not reason else ()
+    target = event.target
+    return Trial(
+        event=event.name,
+        delivery=event.delivery,
+        repo=event.repo,
+        target=TrialTarget(target.type, target.number) if target else None,
+        actor=event.actor.id if event.actor else None,
+        authority=authority,
+        rule=found.rule.index if isinstance(found, Match) else None,
+        reason=reason,
+        jobs=tuple(_trial_job(job) for job in jobs),
+    )
+
+
+def _trial_job(job: Job) -> TrialJob:
+    return TrialJob(
+        job.id,
+        job.dedup,
+        job.branch,
+        container_name(job.id),
+        job.replica,
+        job.replicas,
+        title_marker(job.replica, job.replicas) if job.branch else None,
+    )
+
+
+def trial_text(trial: Trial) -> str:
+    target = trial.target
+    what = f"{target.type} {target.number}" if target else "no target"
+    lines = [f"{trial.event or 'unknown event'} on {trial.repo or '-'}, {what}"]
+    if trial.reason:
+        lines.append(f"starts nothing: {trial.reason}")
+    else:
+        lines.append(f"rule {trial.rule}; who asked is known from: {trial.authority}")
+    for job in trial.jobs:
+        marker = f", title begins {job.title_marker!r}" if job.title_marker else ""
+        lines.append(f"  {job.id}: branch {job.branch or '-'}{marker}")
+        lines.append(f"    container {job.container}, key {job.dedup}")
+    return "\n".join(plain_text(line) for line in lines)
+
+
+def status_text(status: Status) -> str:
+    open_jobs = ", ".join(f"{n} {state}" for state, n in sorted(status.jobs.items()))
+    beat = iso(status.heartbeat) if status.heartbeat else "never"
+    lines = [
+        f"jobs: {open_jobs or 'none'}",
+        f"today: {status.used} of {status.daily_cap} slots used",
+        f"deliveries waiting for an answer about who asked: {status.pending}",
+        f"worker's last heartbeat: {beat}{'; PAUSED' if status.paused else ''}",
+    ]
+    lines += [f"  {word}: {n}" for word, n in sorted(status.counts.items())]
+    if status.problem:
+        lines.append(f"triggers file: {status.problem}")
+    return "\n".join(plain_text(line) for line in lines)
+
+
+# -- doctor -------------------------------------------------------------------
+
+
+class Check(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of doctor: ok, warn or fail, what was found, and the fix."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    fix: str | None = None
+
+
+_MARKS = {"ok": "✓", "warn": "⚠", "fail": "✗"}
+
+
+def checks_text(checks: Sequence[Check]) -> str:
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.state]} {check.name}: {check.found}")
+        if check.fix and check.state != "ok":
+            lines.append(f"    fix: {check.fix}")
+    return "\n".join(plain_text(line) for line in lines)
+
+
+def doctor(settings: Settings, triggers: Path) -> list[Check]:
+    """Every check, in the order a newcomer would meet the faults."""
+    checks: list[Check] = []
+    rules = _check_triggers(triggers, checks)
+    _check_replicas(settings, rules, checks)
+    _check_engine(settings, rules, checks)
+    _check_forges(settings, rules, checks)
+    _check_provider_keys(settings, rules, checks)
+    _check_egress(settings, checks)
+    _check_store(settings, checks)
+    _check_modes(settings, checks)
+    return checks
+
+
+def _check_triggers(path: Path, checks: list[Check]) -> tuple[Rule, ...]:
+    try:
+        rules = read_triggers(path)
+    except Faults as faults:
+        fix = "see `pidispatch triggers check`"
+        for fault in faults.faults:
+            checks.append(Check("triggers", "fail", f"{path}: {fault}", fix))
+        return ()
+    state: Literal["ok", "warn"] = "ok" if rules else "warn"
+    found = f"{len(rules)} rules in {path}"
+    checks.append(Check("triggers", state, found, "add a rule; see the README"))
+    return rules
+
+
+def _check_replicas(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    """How many rules multiply, what one delivery burns, and whether they race."""
+    sets = [(rule.index, rule.run.replicas) for rule in rules if rule.run.replicas]
+    if not sets:
+        checks.append(Check("replicas", "ok", "no trigger sets replicas"))
+        return
+    burns = ", ".join(f"triggers[{i}] burns {n} slots a delivery" for i, n in sets)
+    noun = "trigger sets" if len(sets) == 1 else "triggers set"
+    checks.append(Check("replicas", "ok", f"{len(sets)} {noun} replicas: {burns}"))
+    largest = max(n for _, n in sets if n)
+    if settings.concurrency < largest:
+        found = f"PI_CONCURRENCY={settings.concurrency} is below a set of {largest}"
+        fix = f"set PI_CONCURRENCY={largest}, or accept that replicas run in turn"
+        checks.append(Check("concurrency", "warn", found, fix))
+    if settings.daily_cap < largest:
+        found = f"PI_DAILY_CAP={settings.daily_cap} cannot hold a set of {largest}"
+        checks.append(Check("caps", "fail", found, f"set it to at least {largest}"))
+
+
+def _check_engine(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    engine = DockerEngine(settings, "doctor")
+    try:
+        version = engine.api.version()
+    except InfraError as error:
+        checks.append(Check("engine", "fail", error.message, error.fix))
+        return
+    where = f"{engine.api.base_url} Docker {version['Version']}"
+    checks.append(Check("engine", "ok", f"{where}, API {version['ApiVersion']}"))
+    replicated = {r.run.image for r in rules if r.run.replicas}
+    for tag in sorted({r.run.image for r in rules if r.run.image}):
+        _check_image(engine, tag, tag in replicated, checks)
+    _check_image(engine, settings.job_image, None in replicated, checks)
+    _check_gate_image(engine, settings.gate_image, checks)
+
+
+def _check_image(
+    engine: DockerEngine, tag: str, replicated: bool, checks: list[Check]
+) -> None:
+    image = engine.image(tag)
+    if image is None:
+        fix = "pidispatch build-image"
+        checks.append(Check("job image", "fail", f"{tag} is not on this machine", fix))
+        return
+    listed = ", ".join(sorted(image.capabilities)) or "no capabilities"
+    version = image.labels.get(LABEL + "pi-version", "unknown")
+    found = f"{tag}: pi {version}; {listed}"
+    if replicated and "replicas" not in image.capabilities:
+        fix = "rebuild it with `pidispatch build-image`; replica jobs are refused"
+        checks.append(Check("job image", "fail", found, fix))
+    else:
+        checks.append(Check("job image", "ok", found))
+
+
+def _check_gate_image(engine: DockerEngine, tag: str, checks: list[Check]) -> None:
+    image = engine.image(tag)
+    if image is None or "gate" not in image.capabilities:
+        found = f"{tag} is not here or has no gate"
+        checks.append(Check("gate image", "fail", found, "pidispatch build-image"))
+    else:
+        checks.append(Check("gate image", "ok", tag))
+
+
+def _check_forges(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    served = forges_of(settings)
+    for kind in sorted({r.run.kind for r in rules if r.run.kind in FORGES}):
+        if kind not in served:
+            variable = FORGES[kind].secret_variable
+            found = f"rules name {kind}, which is not served"
+            checks.append(Check(kind, "fail", found, f"set {variable}"))
+    for kind, forge in served.items():
+        try:
+            own = forge.own_id()
+        except PidispatchError as error:
+            checks.append(Check(kind, "fail", error.message, error.fix))
+            continue
+        hint = "GitHub never redelivers by itself" if kind == "github" else ""
+        checks.append(Check(kind, "ok", f"served; token works (id {own}). {hint}"))
+    if not served:
+        found = "no forge is served"
+        fix = "set WEBHOOK_SECRET and GITHUB_PAT; see the README"
+        checks.append(Check("forges", "fail", found, fix))
+
+
+def _check_provider_keys(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    names = {settings.provider, *(r.run.provider for r in rules if r.run.provider)}
+    for name in sorted(names):
+        provider = settings.providers.get(name)
+        if provider is None:
+            fix = "add it to PI_PROVIDERS_FILE"
+            checks.append(Check("provider", "fail", f"{name} is unknown", fix))
+        elif name not in settings.keys:
+            fix = f"set {provider.key_variable}"
+            checks.append(Check("provider", "fail", f"{name} has no key", fix))
+        else:
+            checks.append(Check("provider", "ok", f"{name}: key set"))
+
+
+def _check_egress(settings: Settings, checks: list[Check]) -> None:
+    if settings.isolated:
+        hosts = ", ".join(settings.egress_allow) or "nothing but the model"
+        checks.append(Check("egress", "ok", f"isolated; a job reaches {hosts}"))
+    else:
+        found = "PI_EGRESS=0: JOBS ARE NOT ISOLATED FROM THE NETWORK"
+        checks.append(Check("egress", "warn", found, "remove PI_EGRESS"))
+
+
+def _check_store(settings: Settings, checks: list[Check]) -> None:
+    import sqlite3
+
+    if not settings.db.exists():
+        found = f"{settings.db} is made by the first `pidispatch serve`"
+        checks.append(Check("store", "ok", found))
+        return
+    try:
+        answer = Reader(settings.db).integrity()
+    except (sqlite3.Error, PidispatchError) as error:
+        answer = str(error)
+    if answer == "ok":
+        checks.append(Check("store", "ok", f"{settings.db} is sound"))
+    else:
+        fix = "restore a backup (`pidispatch backup` makes one)"
+        checks.append(Check("store", "fail", f"{settings.db}: {answer}", fix))
+    if sqlite3.sqlite_version_info < (3, 51, 3):
+        found = f"SQLite {sqlite3.sqlite_version}: only one process may checkpoint"
+        checks.append(Check("sqlite", "ok", f"{found}, and only the worker does"))
+
+
+def _check_modes(settings: Settings, checks: list[Check]) -> None:
+    for path in (Path(".env"), settings.db):
+        if path.exists() and path.stat().st_mode & 0o077:
+            found = f"{path} can be read by others"
+            checks.append(Check("modes", "warn", found, f"chmod 600 {path}"))
+
+
+# -- the image ----------------------------------------------------------------
+
+
+def image_context(folder: Path, ca: Path | None) -> None:
+    """Lay out the build context: image/, the rendered HARD_RULES, a CA bundle."""
+    import shutil
+
+    shutil.copytree(
+        resource("image"),
+        folder,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("node_modules", "__pycache__", "test*"),
+    )
+    (folder / "HARD_RULES.md").write_text(hard_rules(), "utf-8")
+    if ca:
+        shutil.copyfile(ca, folder / "build-ca.crt")
+
+
+def build_image(
+    engine: DockerEngine, tag: str, base: str | None, ca: Path | None
+) -> Iterator[str]:
+    """Build the job image; yields the engine's lines. Raises `InfraError`."""
+    import tempfile
+
+    arguments = {"PI_VERSION": PI_VERSION}
+    if base:
+        arguments["BASE_IMAGE"] = base
+    with tempfile.TemporaryDirectory() as name:
+        image_context(Path(name), ca)
+        lines = engine.api.build(
+            path=name, tag=tag, buildargs=arguments, rm=True, decode=True
+        )
+        for line in lines:
+            if "error" in line:
+                raise InfraError(
+                    f"the image was not built: {line['error'].strip()}",
+                    "without a registry: `pidispatch build-image --offline`",
+                )
+            if line.get("stream", "").strip():
+                yield line["stream"].rstrip()
+
 
 # =============================================================================
 # cli
+#
+# click commands: parsing and calling. A user's mistake is one line and a fix,
+# never a traceback.
 # =============================================================================
 
 
-@click.group()
+class Commands(click.Group):
+    """A group whose commands report our errors in one line, with their exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PidispatchError as error:
+            click.echo(f"pidispatch: {error.message}", err=True)
+            if error.fix:
+                click.echo(f"  fix: {error.fix}", err=True)
+            ctx.exit(error.exit_code)
+
+
+def settings_of(db: Path | None = None) -> Settings:
+    settings = load_settings()
+    return dataclasses.replace(settings, db=db) if db else settings
+
+
+def triggers_path(settings: Settings, named: Path | None) -> Path:
+    """The file `serve` takes: named, PI_TRIGGERS_FILE, else ./triggers.json."""
+    return named or settings.triggers_file or Path("triggers.json")
+
+
+def emit(value: Any, text: Callable[[], str], as_json: bool) -> None:
+    """The one way to print: typed JSON, or the text for a person."""
+    if as_json:
+        plain = msgspec.to_builtins(value)
+        click.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+    else:
+        click.echo(text())
+
+
+_path_type = click.Path(path_type=Path)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+db_option = click.option("--db", type=_path_type, help="The queue's file (PI_DB).")
+file_argument = click.argument("file", type=_path_type, required=False)
+triggers_option = click.option(
+    "--triggers", "triggers_file", type=_path_type, help="The rules' file."
+)
+
+
+@click.group(cls=Commands)
 @click.version_option(__version__)
 def main() -> None:
     """The queue, the budget and the box for the Pi coding agent."""
+
+
+@main.command()
+@db_option
+@triggers_option
+@click.option("--no-worker", is_flag=True, help="Receive only; run no jobs.")
+@click.option("--stop-jobs", is_flag=True, help="On exit, end running jobs as well.")
+def serve(
+    db: Path | None, triggers_file: Path | None, no_worker: bool, stop_jobs: bool
+) -> None:
+    """Receive deliveries and run jobs until stopped."""
+    settings = settings_of(db)
+    set_up_logging(settings)
+    service = Service(settings, triggers_path(settings, triggers_file))
+    service.start(worker=not no_worker)
+    click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
+    wait_for_signal()
+    service.stop(end_jobs=stop_jobs)
+
+
+def wait_for_signal() -> None:
+    import signal
+
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    asked.wait()
+
+
+_ENV_TEMPLATE = """\
+# Settings of pidispatch; `pidispatch doctor` checks them. Keep this file private.
+# The webhook's secret, as typed into the forge. Without one nothing is served.
+WEBHOOK_SECRET={secret}
+# A token that may push branches and open pull requests.
+#GITHUB_PAT=
+# The model provider's key.
+#ANTHROPIC_API_KEY=
+"""
+
+_TRIGGERS_TEMPLATE = """\
+{
+  "$schema": "./triggers.schema.json",
+  "triggers": [
+    {
+      "on": { "type": "label", "any": ["pi:fix"] },
+      "run": { "kind": "github", "flow": "fix-issue" }
+    },
+    {
+      "on": { "type": "label", "any": ["pi:urgent"] },
+      "run": { "kind": "github", "flow": "fix-issue", "replicas": 2 }
+    }
+  ]
+}
+"""
+
+
+@main.command()
+@click.argument("folder", type=_path_type, default=".")
+def init(folder: Path) -> None:
+    """Write .env, triggers.json and limits.json; nothing is ever overwritten."""
+    folder.mkdir(parents=True, exist_ok=True)
+    schema = json.dumps(triggers_schema(), indent=2) + "\n"
+    files = (
+        (".env", _ENV_TEMPLATE.format(secret=secrets.token_hex(32)), 0o600),
+        ("triggers.json", _TRIGGERS_TEMPLATE, 0o644),
+        ("triggers.schema.json", schema, 0o644),
+        ("limits.json", '{"scopes": [], "pauseWindows": []}\n', 0o644),
+    )
+    for name, text, mode in files:
+        click.echo(f"{_create(folder / name, text, mode)} {folder / name}")
+    click.echo("next: put your tokens into .env, then run `pidispatch doctor`")
+
+
+def _create(path: Path, text: str, mode: int) -> str:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        return "kept   "
+    with os.fdopen(descriptor, "w", encoding="utf-8") as sink:
+        sink.write(text)
+    return "created"
+
+
+@main.command()
+@json_option
+def demo(as_json: bool) -> None:
+    """See the whole path with no credentials: one issue, two replicas, two diffs."""
+    import pidispatch_demo
+
+    pidispatch_demo.run_demo(as_json=as_json)
+
+
+@main.group()
+def triggers() -> None:
+    """Look at the rules; they are changed by editing the file."""
+
+
+@triggers.command("list")
+@file_argument
+@json_option
+def triggers_list(file: Path | None, as_json: bool) -> None:
+    """One line a rule, `[x2]` where it makes replicas."""
+    rules = read_triggers(triggers_path(load_settings(), file))
+    emit(rules, lambda: rules_table(rules), as_json)
+
+
+@triggers.command("show")
+@click.argument("index", type=int)
+@file_argument
+@json_option
+def triggers_show(index: int, file: Path | None, as_json: bool) -> None:
+    """One rule, its multiplier and what it trusts."""
+    path = triggers_path(load_settings(), file)
+    rules = read_triggers(path)
+    if not 0 <= index < len(rules):
+        raise ConfigError(
+            f"{path} has no trigger {index}", f"it has {len(rules)}, counted from 0"
+        )
+    emit(rules[index], lambda: rule_detail(rules[index]), as_json)
+
+
+@triggers.command("check")
+@file_argument
+def triggers_check(file: Path | None) -> None:
+    """Validate the file without starting anything; exit 0 or 2."""
+    path = triggers_path(load_settings(), file)
+    rules = read_triggers(path)
+    click.echo(f"{path}: {len(rules)} rules, no fault")
+
+
+@triggers.command("schema")
+def triggers_schema_command() -> None:
+    """The JSON Schema of triggers.json, for an editor."""
+    click.echo(json.dumps(triggers_schema(), indent=2))
+
+
+@triggers.command("try")
+@click.argument("forge", type=click.Choice(sorted(FORGES)))
+@click.argument("delivery", type=_path_type)
+@file_argument
+@click.option("--header", "headers", multiple=True, help="'Name: value'; repeatable.")
+@click.option("--event", help="The event's name, when no header says it.")
+@click.option("--secret", help="Check the signature with this secret.")
+@json_option
+def triggers_try(
+    forge: str,
+    delivery: Path,
+    file: Path | None,
+    headers: tuple[str, ...],
+    event: str | None,
+    secret: str | None,
+    as_json: bool,
+) -> None:
+    """What would this delivery do, and why? Touches no store and no API."""
+    rules = read_triggers(triggers_path(load_settings(), file))
+    trial = try_delivery(rules, forge, delivery, headers, event, secret)
+    emit(trial, lambda: trial_text(trial), as_json)
+
+
+@main.command()
+@db_option
+@click.option("--limit", default=50, show_default=True, help="How many.")
+@json_option
+def runs(db: Path | None, limit: int, as_json: bool) -> None:
+    """Jobs and their ends, newest first; --json exports the records."""
+    reader = Reader(settings_of(db).db)
+    if as_json:
+        emit(reader.records(limit), str, True)
+    else:
+        click.echo(runs_table(reader.runs(limit)))
+
+
+@main.command()
+@click.argument("job")
+@db_option
+@json_option
+def show(job: str, db: Path | None, as_json: bool) -> None:
+    """One run: its record, its request, and its siblings by job id."""
+    reader = Reader(settings_of(db).db)
+    run, record, others = reader.run(job)
+    value = {"run": run, "record": record, "siblings": others}
+    emit(value, lambda: run_detail(run, record, others), as_json)
+
+
+@main.command()
+@click.argument("job")
+@db_option
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+def logs(job: str, db: Path | None, follow: bool) -> None:
+    """What a job's box says: live, or the kept log."""
+    settings = settings_of(db)
+    reader = Reader(settings.db)
+    run, _, _ = reader.run(job)
+    kept = settings.state_dir / "logs" / f"{container_name(job)}.log"
+    if kept.is_file():
+        click.echo(kept.read_text("utf-8", "replace"), nl=False)
+        return
+    if run.state not in ("starting", "running"):
+        raise ConfigError(
+            f"no log of {job} was kept", "set PI_CAPTURE_JOB_LOGS=1 for later jobs"
+        )
+    engine = DockerEngine(settings, reader.flag("instance") or "")
+    for line in engine.log_lines(container_name(job), follow=follow):
+        click.echo(plain_text(line))
+
+
+@main.command()
+@db_option
+@json_option
+def status(db: Path | None, as_json: bool) -> None:
+    """Queue, spend today, counts of deliveries, and what is wrong."""
+    settings = settings_of(db)
+    state = Reader(settings.db).status(Caps.of(settings), time.time())
+    emit(state, lambda: status_text(state), as_json)
+
+
+@main.command("doctor")
+@triggers_option
+@db_option
+@json_option
+def doctor_command(triggers_file: Path | None, db: Path | None, as_json: bool) -> None:
+    """Check everything a run needs; exit 1 when something is broken."""
+    settings = settings_of(db)
+    checks = doctor(settings, triggers_path(settings, triggers_file))
+    emit(checks, lambda: checks_text(checks), as_json)
+    if any(check.state == "fail" for check in checks):
+        sys.exit(1)
+
+
+@main.command("build-image")
+@click.option("--tag", help="Tag of the result (PI_JOB_IMAGE).")
+@click.option("--base", help="Base image with Node 22.19 or newer and npm.")
+@click.option("--offline", is_flag=True, help="Make the base locally, no registry.")
+@click.option("--ca", type=_path_type, help="CA bundle that the build must trust.")
+@click.option("-q", "--quiet", is_flag=True, help="Print the tag only.")
+def build_image_command(
+    tag: str | None, base: str | None, offline: bool, ca: Path | None, quiet: bool
+) -> None:
+    """Build the job image."""
+    import subprocess
+
+    settings = load_settings()
+    if offline:
+        base = base or OFFLINE_BASE
+        script = ["sh", str(resource("image", "offline-base.sh")), base]
+        if subprocess.run(script).returncode:
+            raise InfraError("the offline base was not made", "see its output above")
+    name = tag or settings.job_image
+    for line in build_image(DockerEngine(settings, "build"), name, base, ca):
+        if not quiet:
+            click.echo(plain_text(line))
+    click.echo(name)
+
+
+@main.command("verify-image")
+@click.argument("tag")
+@json_option
+def verify_image_command(tag: str, as_json: bool) -> None:
+    """Check that an image is what its labels claim; exit 1 on the first lie."""
+    import verify_image
+
+    sys.exit(verify_image.run(tag, as_json=as_json))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,600 @@
+"""Section store: durable, one writer, all or none, and fenced."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from datetime import datetime
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import msgspec
+import pytest
+from conftest import FakeClock, Maker
+
+import pidispatch
+from pidispatch import Caps, Store
+
+CAPS = Caps(25, None, None, "UTC")
+
+
+def record_of(claimed: pidispatch.Claimed, **fields: object) -> pidispatch.Record:
+    job = claimed.job
+    values: dict[str, object] = {
+        "jobId": job.id,
+        "kind": job.kind,
+        "target": job.title,
+        "flow": job.flow,
+        "queuedAt": "",
+        "startedAt": None,
+        "endedAt": "",
+        "outcome": "completed",
+        "reason": None,
+        "exitCode": 0,
+        "turns": 1,
+        "tokens": pidispatch.Tokens(1, 2, 3, 4, 10, 0.5),
+        "forks": None,
+        "provider": "p",
+        "model": "m",
+        "budgetReserved": True,
+        "attempt": 1,
+        "replica": job.replica,
+        "replicas": job.replicas,
+        "triggerIndex": 0,
+        "triggerType": "label",
+        "session": None,
+        "bundle": False,
+        "host": "h",
+    }
+    return msgspec.convert({**values, **fields}, pidispatch.Record)
+
+
+def claimed(store: Store) -> pidispatch.Claimed:
+    found = store.claim()
+    assert found is not None
+    return found
+
+
+# -- admission ----------------------------------------------------------------
+
+
+def test_a_delivery_becomes_one_job_and_a_set_becomes_all_its_jobs(
+    store: Store, maker: Maker
+) -> None:
+    plain = maker.admit(store, delivery="a")
+    assert plain == ("queued", ("gh-a",))
+    replicated = maker.admit(
+        store, 2, delivery="b", target=pidispatch.Target("issue", 8)
+    )
+    assert replicated == ("queued", ("gh-b-r1", "gh-b-r2"))
+
+
+def test_the_same_delivery_again_is_a_duplicate_also_after_the_job_and_a_restart(
+    tmp_path: Path, clock: FakeClock, maker: Maker
+) -> None:
+    """T01: a redelivered GUID never starts a second paid run."""
+    path = tmp_path / "q.db"
+    store = Store(path, clock)
+    maker.admit(store, delivery="a")
+    job = claimed(store)
+    assert store.start(job, CAPS) is None
+    store.finish(job, record_of(job), None)
+    store.close()
+    clock.pass_(20 * 86_400)
+    store = Store(path, clock)
+    assert maker.admit(store, delivery="a").status == "duplicate"
+    assert store.claim() is None
+    assert store.status(CAPS, clock()).counts["duplicate"] == 1
+    store.close()
+
+
+def test_one_signed_body_under_a_new_id_is_a_duplicate(
+    store: Store, maker: Maker
+) -> None:
+    assert maker.admit(store, delivery="a", body="same").status == "queued"
+    assert store.seen("gh-b", "same")
+    assert maker.admit(store, delivery="b", body="same").status == "duplicate"
+
+
+def test_another_delivery_of_the_same_work_coalesces_for_ten_minutes(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    """T18: a burst of labelled events is one job."""
+    assert maker.admit(store).status == "queued"
+    clock.pass_(599)
+    assert maker.admit(store).status == "coalesced"
+    clock.pass_(61)
+    assert maker.admit(store).status == "queued"
+
+
+def test_the_window_compares_the_events_own_times(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    event_time = clock() - 30
+    assert maker.admit(store, when=event_time).status == "queued"
+    clock.pass_(7_200)
+    late = maker.admit(store, when=event_time)
+    assert late.status == "coalesced", "one event reported late is still one event"
+    assert maker.admit(store, when=clock() + 9_999).status == "queued"
+
+
+def test_each_replica_coalesces_with_itself_and_the_set_is_all_or_none(
+    store: Store, maker: Maker
+) -> None:
+    assert maker.admit(store, 2).status == "queued"
+    assert maker.admit(store, 2).status == "coalesced"
+    assert maker.admit(store, 3).status == "coalesced"
+    assert maker.admit(store).status == "queued", "a plain key is another key"
+    assert len(store.runs(9)) == 3
+
+
+def test_flows_and_targets_have_windows_of_their_own(
+    store: Store, maker: Maker
+) -> None:
+    event = maker.delivery()
+    assert store.admit(event, maker.jobs(event.event)).status == "queued"
+    event = maker.delivery()
+    review = maker.jobs(event.event, flow="review")
+    assert store.admit(event, review).status == "queued"
+    other = pidispatch.Target("issue", 8)
+    assert maker.admit(store, target=other).status == "queued"
+
+
+def test_a_target_gets_so_many_deliveries_an_hour_and_a_set_counts_once(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    for _ in range(2):
+        delivery = maker.delivery()
+        jobs = maker.jobs(delivery.event, 3)
+        assert store.admit(delivery, jobs, hourly=2).status == "queued"
+        clock.pass_(601)
+    delivery = maker.delivery()
+    jobs = maker.jobs(delivery.event, 3)
+    assert store.admit(delivery, jobs, hourly=2).status == "rate-limited"
+    clock.pass_(2_400)
+    delivery = maker.delivery()
+    jobs = maker.jobs(delivery.event, 3)
+    assert store.admit(delivery, jobs, hourly=2).status == "queued"
+
+
+def test_a_thousand_redeliveries_at_once_make_one_row(
+    store: Store, maker: Maker
+) -> None:
+    delivery = maker.delivery("storm")
+    jobs = maker.jobs(delivery.event, 2)
+    answers: list[str] = []
+
+    def send() -> None:
+        answers.extend(store.admit(delivery, jobs).status for _ in range(125))
+
+    threads = [threading.Thread(target=send) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers.count("queued") == 1
+    assert answers.count("duplicate") == 999
+
+
+def test_a_parked_delivery_waits_survives_and_is_admitted_once(
+    tmp_path: Path, clock: FakeClock, maker: Maker
+) -> None:
+    store = Store(tmp_path / "q.db", clock)
+    delivery, rule = maker.delivery("p"), maker.rule(2)
+    match = pidispatch.Match(rule, "fix-issue", "pi:urgent")
+    assert store.park(delivery, match)
+    assert not store.park(delivery, match)
+    assert store.seen("gh-p", "other")
+    store.close()
+    store = Store(tmp_path / "q.db", clock)
+    assert store.due_pending(clock()) == [(delivery, match, 0)]
+    store.postpone("gh-p", clock() + 5)
+    assert store.due_pending(clock()) == []
+    clock.pass_(5)
+    [(_, _, attempts)] = store.due_pending(clock())
+    assert attempts == 1
+    jobs = pidispatch.fan_out(match, delivery.event)
+    assert store.admit(delivery, jobs).status == "queued"
+    assert store.due_pending(clock()) == []
+    assert store.admit(delivery, jobs).status == "duplicate"
+    store.close()
+
+
+def test_a_dropped_delivery_leaves_a_count_and_may_come_again(
+    store: Store, maker: Maker
+) -> None:
+    delivery = maker.delivery("p")
+    match = pidispatch.Match(maker.rule(), "fix-issue", "x")
+    store.park(delivery, match)
+    store.settle("gh-p", "not-allowed")
+    assert not store.seen("gh-p", delivery.body_sha)
+    assert store.status(CAPS, 0).counts["not-allowed"] == 1
+
+
+# -- claims and caps ----------------------------------------------------------
+
+
+def test_jobs_are_claimed_in_order_once_and_not_before_their_time(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.admit(store, 2, delivery="a")
+    first, second = claimed(store), claimed(store)
+    assert (first.job.replica, second.job.replica) == (1, 2)
+    assert store.claim() is None
+    store.defer(first, clock() + 60)
+    assert store.claim() is None
+    clock.pass_(60)
+    again = claimed(store)
+    assert again.job.id == first.job.id
+    assert (again.attempt, again.deferrals) == (0, 1)
+
+
+def test_nothing_is_claimed_while_paused(store: Store, maker: Maker) -> None:
+    maker.admit(store)
+    store.set_flag("paused", "1")
+    assert store.claim() is None
+    store.set_flag("paused", None)
+    assert store.claim() is not None
+
+
+def test_a_late_write_of_an_older_claim_changes_nothing(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    """T35: a settle under a lost claim is refused."""
+    maker.admit(store)
+    old = claimed(store)
+    store.defer(old, clock())
+    new = claimed(store)
+    for late in (
+        lambda: store.start(old, CAPS),
+        lambda: store.defer(old, 0),
+        lambda: store.finish(old, record_of(old), None),
+    ):
+        with pytest.raises(pidispatch.Fenced):
+            late()
+    assert store.start(new, CAPS) is None
+
+
+def test_twenty_claims_race_for_five_slots_and_exactly_five_start(
+    store: Store, maker: Maker
+) -> None:
+    """T51."""
+    for number in range(20):
+        maker.admit(store, target=pidispatch.Target("issue", number + 1))
+    caps = Caps(5, None, None, "UTC")
+    answers: list[str | None] = []
+    gun = threading.Barrier(20)
+
+    def race() -> None:
+        mine = claimed(store)
+        gun.wait()
+        answers.append(store.start(mine, caps))
+
+    threads = [threading.Thread(target=race) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers.count(None) == 5
+    assert answers.count("over-budget") == 15
+    assert store.status(caps, store.clock()).used == 5
+
+
+def test_one_slot_and_two_replicas_is_one_run_and_one_refusal_by_name(
+    store: Store, maker: Maker
+) -> None:
+    """T51."""
+    maker.admit(store, 2)
+    caps = Caps(1, None, None, "UTC")
+    first, second = claimed(store), claimed(store)
+    assert store.start(first, caps) is None
+    assert store.peek_caps(caps) == "over-budget"
+    assert store.start(second, caps) == "over-budget"
+    refused = record_of(second, outcome="policy", reason="over-budget")
+    store.refuse(second, refused, None)
+    _, record, _ = store.run(second.job.id)
+    assert record is not None
+    assert record.reason == "over-budget"
+    assert store.status(caps, store.clock()).used == 1
+
+
+def test_ten_deliveries_of_a_doubled_rule_use_twenty_slots(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    for number in range(10):
+        maker.admit(store, 2, target=pidispatch.Target("issue", number + 1))
+    for _ in range(20):
+        assert store.start(claimed(store), CAPS) is None
+    assert store.status(CAPS, clock()).used == 20
+
+
+@pytest.mark.parametrize("span", ["day", "week", "month"])
+def test_every_window_caps(
+    store: Store, maker: Maker, span: str, clock: FakeClock
+) -> None:
+    caps = msgspec.structs.replace(Caps(None, None, None, "UTC"), **{span: 1})
+    maker.admit(store, 2)
+    assert store.start(claimed(store), caps) is None
+    assert store.start(claimed(store), caps) == "over-budget"
+    assert store.status(caps, clock()).used == 1
+
+
+def test_a_clock_that_steps_back_refills_nothing(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.admit(store, 2)
+    caps = Caps(1, None, None, "UTC")
+    assert store.start(claimed(store), caps) is None
+    clock.pass_(-2 * 86_400)
+    assert store.start(claimed(store), caps) == "over-budget"
+
+
+@pytest.mark.parametrize(
+    ("now", "span", "start"),
+    [
+        ("2026-06-10T23:59:59", "day", "2026-06-10T00:00:00"),
+        ("2026-06-11T00:00:00", "day", "2026-06-11T00:00:00"),
+        ("2026-03-29T12:00:00", "day", "2026-03-29T00:00:00"),
+        ("2026-10-25T23:59:59", "day", "2026-10-25T00:00:00"),
+        ("2026-06-14T23:59:59", "week", "2026-06-08T00:00:00"),
+        ("2026-06-15T00:00:00", "week", "2026-06-15T00:00:00"),
+        ("2026-10-31T23:59:59", "month", "2026-10-01T00:00:00"),
+    ],
+)
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
+def test_windows_begin_at_the_zones_own_midnight(
+    now: str, span: str, start: str, zone: str
+) -> None:
+    """T51: 23:59:59, 00:00, week and month ends, and clock-change days."""
+    tz = ZoneInfo(zone)
+    seconds = datetime.fromisoformat(now).replace(tzinfo=tz).timestamp()
+    expected = datetime.fromisoformat(start).replace(tzinfo=tz).timestamp()
+    assert pidispatch.window_start(seconds, zone, span) == expected  # type: ignore[arg-type]
+
+
+def test_a_container_that_never_started_gives_slot_and_attempt_back(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.admit(store)
+    job = claimed(store)
+    store.start(job, CAPS)
+    store.release(job)
+    assert store.status(CAPS, clock()).used == 0
+    assert store.start(job, CAPS) is None
+    assert store.status(CAPS, clock()).used == 1
+
+
+def test_a_retry_keeps_its_slot_and_reserves_another(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.admit(store)
+    job = claimed(store)
+    store.start(job, CAPS)
+    store.running(job)
+    store.retry(job, clock() + 60)
+    clock.pass_(60)
+    again = claimed(store)
+    assert again.attempt == 1
+    assert store.start(again, CAPS) is None
+    assert store.status(CAPS, clock()).used == 2
+
+
+def test_after_a_crash_a_reserved_job_is_requeued_without_its_slot(
+    tmp_path: Path, clock: FakeClock, maker: Maker
+) -> None:
+    store = Store(tmp_path / "q.db", clock)
+    maker.admit(store, 2)
+    store.start(claimed(store), CAPS)
+    claimed(store)
+    store.close()
+    store = Store(tmp_path / "q.db", clock)
+    left = store.unfinished()
+    assert [state for _, state, _ in left] == ["starting", "claimed"]
+    for job, _, _ in left:
+        store.requeue(job)
+    assert store.status(CAPS, clock()).used == 0
+    assert {claimed(store).attempt, claimed(store).attempt} == {0}
+    store.close()
+
+
+def test_the_sets_first_base_stands_for_every_sibling(
+    store: Store, maker: Maker
+) -> None:
+    maker.admit(store, 2, delivery="a")
+    assert store.base_of("gh-a") == (None, None)
+    first = store.set_base("gh-a", "b" * 40, "c" * 40)
+    second = store.set_base("gh-a", "d" * 40, None)
+    assert first == second
+    assert store.base_of("gh-a") == ("b" * 40, "c" * 40)
+    assert store.set_base("gh-none", "e" * 40, None) is None
+
+
+# -- the end of a job ---------------------------------------------------------
+
+
+def test_a_refused_job_frees_its_window_and_uses_nothing(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.admit(store)
+    job = claimed(store)
+    store.refuse(job, record_of(job, outcome="policy", reason="x"), None)
+    assert store.status(CAPS, clock()).used == 0
+    assert maker.admit(store).status == "queued"
+
+
+def test_what_is_to_be_published_is_kept_until_it_is_told(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.admit(store)
+    job = claimed(store)
+    store.start(job, CAPS)
+    work = pidispatch.Workspace("b" * 40, "main", None, None)
+    store.keep_work(job, work)
+    notice = pidispatch.Notice("result")
+    store.finish(job, record_of(job), notice)
+    assert store.notice(job.job.id) == (job.job, work, notice, 0)
+    store.postpone_notice(job.job.id, clock() + 5)
+    assert store.due_notices() == []
+    clock.pass_(5)
+    assert [row[3] for row in store.due_notices()] == [1]
+    request = pidispatch.Request(3, "http://forge/pull/3")
+    store.published(job.job.id, request, "branch-moved")
+    run, record, _ = store.run(job.job.id)
+    assert record is not None
+    assert (run.request, record.reason) == (request, "branch-moved")
+    assert store.due_notices() == []
+
+
+def test_payload_text_is_erased_when_the_job_cannot_run_any_more(
+    store: Store, maker: Maker
+) -> None:
+    title = pidispatch.Target("issue", 7, "canary-title", "canary-body")
+    maker.admit(store, target=title)
+    job = claimed(store)
+    store.start(job, CAPS)
+    store.finish(job, record_of(job), None)
+    store.close()
+    dump = "\n".join(sqlite3.connect(store.path).iterdump())
+    assert "canary" not in dump
+
+
+def test_ids_and_records_are_forgotten_31_days_after_the_end(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.admit(store, delivery="a", body="x")
+    job = claimed(store)
+    store.start(job, CAPS)
+    clock.pass_(86_400)
+    store.finish(job, record_of(job), None)
+    clock.pass_(30.9 * 86_400)
+    store.sweep()
+    assert store.seen("gh-a", "x")
+    clock.pass_(0.2 * 86_400)
+    store.sweep()
+    assert not store.seen("gh-a", "x")
+    assert store.runs(9) == []
+
+
+def test_records_hold_no_text_and_all_keys_in_their_order() -> None:
+    keys = (
+        "jobId kind target flow queuedAt startedAt endedAt outcome reason exitCode "
+        "turns tokens forks provider model budgetReserved attempt replica replicas "
+        "triggerIndex triggerType session bundle host"
+    )
+    assert list(pidispatch.Record.__struct_fields__) == keys.split()
+
+
+# -- the file -----------------------------------------------------------------
+
+
+def test_writers_share_a_commit_and_a_bad_write_spoils_only_itself(
+    store: Store,
+) -> None:
+    results: list[object] = []
+
+    def good(i: int) -> None:
+        results.append(store._write(lambda db: i))
+
+    def bad() -> None:
+        with pytest.raises(sqlite3.OperationalError):
+            store._write(lambda db: db.execute("nonsense"))
+        results.append("bad")
+
+    threads = [threading.Thread(target=good, args=(i,)) for i in range(8)]
+    threads.append(threading.Thread(target=bad))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 9
+
+
+def test_producers_claimers_and_readers_never_meet_a_locked_database(
+    store: Store, maker: Maker
+) -> None:
+    """T32, a short version: no OperationalError under mixed load."""
+    errors: list[BaseException] = []
+    deliveries = [
+        maker.delivery(target=pidispatch.Target("issue", n + 1)) for n in range(160)
+    ]
+
+    def guard(work: object) -> None:
+        try:
+            work()  # type: ignore[operator]
+        except BaseException as error:
+            errors.append(error)
+
+    def produce(part: int) -> None:
+        for delivery in deliveries[part::4]:
+            store.admit(delivery, maker.jobs(delivery.event))
+
+    def claim() -> None:
+        for _ in range(60):
+            job = store.claim()
+            if job:
+                store.start(job, Caps(None, None, None, "UTC"))
+
+    def look() -> None:
+        reader = pidispatch.Reader(store.path)
+        for _ in range(60):
+            reader.runs(50)
+            reader.status(CAPS, 0)
+
+    work = [lambda part=part: produce(part) for part in range(4)]
+    threads = [
+        threading.Thread(target=guard, args=(do,))
+        for do in (*work, claim, claim, look, look)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(store.runs(999)) == 160
+
+
+def test_the_database_is_private_and_durable(store: Store) -> None:
+    assert store.path.stat().st_mode & 0o077 == 0
+    pragma = store._write(lambda db: db.execute("PRAGMA synchronous").fetchone()[0])
+    assert pragma == 2
+    assert store._rows("PRAGMA journal_mode")[0][0] == "wal"
+
+
+def test_a_file_of_a_newer_version_is_refused_and_left_alone(
+    tmp_path: Path, clock: FakeClock
+) -> None:
+    path = tmp_path / "q.db"
+    Store(path, clock).close()
+    db = sqlite3.connect(path)
+    db.execute(
+        "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
+        " VALUES ('pidispatch', '999-future', 'now')"
+    )
+    db.commit()
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(pidispatch.ConfigError, match="newer"):
+        Store(path, clock)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_file_is_a_clear_error(tmp_path: Path, clock: FakeClock) -> None:
+    path = tmp_path / "q.db"
+    path.write_bytes(b"this is no database, and it is long enough to look like one")
+    with pytest.raises(pidispatch.ConfigError, match="cannot be opened"):
+        Store(path, clock)
+
+
+def test_reading_a_missing_file_names_it_and_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(pidispatch.ConfigError, match=r"none\.db") as caught:
+        pidispatch.Reader(tmp_path / "none.db").runs(1)
+    assert caught.value.fix
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_a_second_worker_on_the_same_file_is_refused(tmp_path: Path) -> None:
+    held = pidispatch.lock_file(tmp_path / "q.worker.lock")
+    with pytest.raises(pidispatch.ConfigError, match="another worker"):
+        pidispatch.lock_file(tmp_path / "q.worker.lock")
+    held.close()
+    pidispatch.lock_file(tmp_path / "q.worker.lock").close()

@@ -1,0 +1,252 @@
+"""A whole pidispatch on the fakes: one repository, one forge, one model, one service.
+
+`World` runs the real service against FakeGitHub and FakeModel, with the real engine
+or with the demo's processes, and gives the tests eyes on both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pidispatch
+import pidispatch_demo as demo
+
+SECRET = "canary-webhook-secret"
+TOKEN = "canary-forge-token"
+KEY = "canary-model-key"
+CANARIES = (SECRET, TOKEN, KEY)
+REPO = "octo/spoon"
+ENDED = ("completed", "policy", "failed")
+
+
+def bash(command: str, **step: Any) -> dict[str, Any]:
+    """A scripted step in which the agent runs one command."""
+    return {"tools": [{"name": "bash", "args": {"command": command}}], **step}
+
+
+def say(text: str = "Done.", **step: Any) -> dict[str, Any]:
+    return {"text": text, **step}
+
+
+COMMIT = (
+    "echo better >> spoon.txt && git commit -qam 'Bend the spoon' && "
+    "printf 'Bend the spoon\\n\\nIt was straight.\\n' "
+    "> ${PI_OUTBOX:-/outbox}/review-request.md"
+)
+
+
+def solve(*steps: dict[str, Any]) -> list[dict[str, Any]]:
+    """One script for every conversation of the repository."""
+    return [{"match": "", "steps": list(steps or (bash(COMMIT), say()))}]
+
+
+def bridge_address(client: Any) -> str:
+    """The host's address on the engine's default bridge."""
+    ipam = client.inspect_network("bridge")["IPAM"]["Config"][0]
+    return str(ipam.get("Gateway") or ipam["Subnet"].rsplit(".", 1)[0] + ".1")
+
+
+@dataclass
+class World:
+    """Everything of one test; `start` brings the service up, also again."""
+
+    root: Path
+    forge: demo.FakeGitHub
+    model: demo.FakeModel
+    repo: demo.Repo
+    settings: pidispatch.Settings
+    docker: Any = None
+    clock: Any = time.time
+    service: pidispatch.Service | None = None
+    sent: int = field(default=0)
+
+    def rules(self, *rules: dict[str, Any]) -> None:
+        """Write the triggers file: each rule is a `run`, on the label pi:urgent."""
+        entries = [
+            rule
+            if "on" in rule
+            else {
+                "on": {"type": "label", "any": ["pi:urgent"]},
+                "run": {"kind": "github", "flow": "fix-issue", **rule},
+            }
+            for rule in rules
+        ]
+        path = self.root / "triggers.json"
+        path.write_text(json.dumps({"triggers": entries}))
+
+    def change(self, **settings: Any) -> None:
+        self.settings = replace(self.settings, **settings)
+
+    def start(self) -> pidispatch.Service:
+        engine = None if self.docker else demo.ProcessEngine(self.root / "boxes")
+        service = pidispatch.Service(
+            self.settings,
+            self.root / "triggers.json",
+            engine=engine,
+            clock=self.clock,
+        )
+        service.start()
+        self.service = service
+        return service
+
+    def stop(self, *, end_jobs: bool = True) -> None:
+        if self.service:
+            self.service.stop(end_jobs=end_jobs)
+            self.service = None
+
+    @property
+    def store(self) -> pidispatch.Store:
+        assert self.service
+        return self.service.store
+
+    @property
+    def instance(self) -> str:
+        return self.store.instance()
+
+    # -- deliveries ----------------------------------------------------------
+
+    def post(
+        self, event: str, payload: dict[str, Any], guid: str | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        """Send one signed delivery; status and answer."""
+        self.sent += 1
+        guid = guid or f"guid-{self.sent}"
+        headers, body = demo.signed_delivery(event, payload, SECRET, guid)
+        return self.send(headers, body)
+
+    def send(self, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, Any]]:
+        assert self.service
+        url = f"http://127.0.0.1:{self.service.edge.port}/github"
+        request = urllib.request.Request(url, body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def label(
+        self, number: int = 7, guid: str | None = None, label: str = "pi:urgent"
+    ) -> list[str]:
+        """A maintainer labels an issue; the ids of the queued jobs."""
+        payload = demo.labeled_payload(self.repo, number, label, "maintainer")
+        status, answer = self.post("issues", payload, guid)
+        assert (status, answer["status"]) == (202, "queued"), answer
+        return list(answer["jobs"])
+
+    # -- ends ----------------------------------------------------------------
+
+    def wait(self, jobs: Sequence[str], seconds: float = 60) -> list[pidispatch.RunRow]:
+        """The rows of the jobs when all have ended and been told to the forge."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            rows = [self.store.run(job)[0] for job in jobs]
+            if all(row.state in ENDED for row in rows):
+                return rows
+            time.sleep(0.05)
+        raise AssertionError(f"not ended after {seconds} s: {rows}")
+
+    def record(self, job: str) -> pidispatch.Record:
+        record = self.store.run(job)[1]
+        assert record
+        return record
+
+    def comments(self, number: int = 7) -> list[str]:
+        return [comment.body for comment in self.repo.comments_on(number)]
+
+    def pulls(self) -> dict[str, demo.Pull]:
+        """Open review requests by their head branch."""
+        return {
+            pull.head: pull
+            for pull in self.repo.pulls.values()
+            if pull.state == "open"
+        }
+
+    # -- the engine ----------------------------------------------------------
+
+    def left_in_engine(self) -> list[str]:
+        """Names of all objects of this instance that the engine still has."""
+        filters = {"label": f"{pidispatch.LABEL}instance={self.instance}"}
+        rows = [
+            *self.docker.containers(all=True, filters=filters),
+            *self.docker.networks(filters=filters),
+            *(self.docker.volumes(filters=filters)["Volumes"] or ()),
+        ]
+        return [str(row.get("Names") or row.get("Name")) for row in rows]
+
+    def containers(self, role: str = "job") -> list[dict[str, Any]]:
+        """The running containers of a role, inspected."""
+        labels = [
+            f"{pidispatch.LABEL}instance={self.instance}",
+            f"{pidispatch.LABEL}role={role}",
+        ]
+        rows = self.docker.containers(filters={"label": labels})
+        return [self.docker.inspect_container(row["Id"]) for row in rows]
+
+    def wait_for(self, what: Any, seconds: float = 30) -> Any:
+        """The first truthy answer of `what`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = what()
+            if found:
+                return found
+            time.sleep(0.02)
+        raise AssertionError(f"{what} stayed empty for {seconds} s")
+
+
+@contextlib.contextmanager
+def world(root: Path, docker: Any = None, clock: Any = time.time) -> Iterator[World]:
+    """A world; with `docker` (a low-level client) on the real engine."""
+    with contextlib.ExitStack() as stack:
+        forge = stack.enter_context(
+            demo.FakeGitHub([demo.Token(TOKEN, "operator", name="operator")])
+        )
+        host = bridge_address(docker) if docker else "127.0.0.1"
+        model = stack.enter_context(demo.FakeModel(solve(), key=KEY, host=host))
+        repo = forge.create_repo(
+            REPO,
+            {"spoon.txt": "straight\n", "AGENTS.md": "Be brief.\n"},
+            issues={7: {"title": "Bend it", "body": "The spoon is straight."}},
+        )
+        repo.add_collaborator("maintainer", "write")
+        made = World(root, forge, model, repo, _settings(root, forge, model), docker)
+        made.clock = clock
+        made.rules({})
+        stack.callback(made.stop)
+        yield made
+
+
+def _settings(
+    root: Path, forge: demo.FakeGitHub, model: demo.FakeModel
+) -> pidispatch.Settings:
+    row = {"id": "fake-1", "contextWindow": 200_000, "maxTokens": 8_000}
+    row |= {"cost": {"input": 3, "output": 15, "cacheRead": 0.3, "cacheWrite": 3.75}}
+    port = model.url.rsplit(":", 1)[1]
+    # the operator names loopback; the gate is told the engine's host instead
+    provider = pidispatch.Provider(
+        "fake",
+        f"http://127.0.0.1:{port}/v1",
+        "openai-completions",
+        "FAKE_KEY",
+        models=(row,),
+    )
+    return pidispatch.Settings(
+        db=root / "pidispatch.db",
+        state_dir=root / "state",
+        bind="127.0.0.1",
+        port=0,
+        webhook_secret=(SECRET,),
+        github_pat=TOKEN,
+        github_api_url=f"{forge.url}/api/v3",
+        provider="fake",
+        model="fake-1",
+        providers={"fake": provider},
+        keys={"fake": KEY},
+    )

@@ -1,0 +1,345 @@
+"""Is a job image what its labels claim? The checks behind `verify-image TAG`.
+
+Every check runs in a real container under the job's own flags and without any
+network. All are printed; the exit code is 0, 1 for the first lie found, 2 for
+wrong usage. docs/job-image.md is generated from the table CHECKS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pidispatch
+
+#: Capabilities that a label may claim, and what backs each.
+CAPABILITIES = ("replicas", "gate", "forkJoin", "excludeTools")
+
+REPLICAS_PHRASE = "only the branch that the prompt names"
+RUNNER = ["python3", "-I", "/opt/pi-dispatch/runner.py"]
+RULES_PATH = "/opt/pi-dispatch/HARD_RULES.md"
+
+
+class Lie(Exception):
+    """The image is not what it says; the text says how, and the fix."""
+
+
+class Skip(Exception):
+    """The check does not apply to this image; the text says why."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the answer."""
+
+    name: str
+    state: Literal["ok", "note", "lie"]
+    text: str
+
+
+@dataclass
+class Probe:
+    """A container of the image, idle, under the job's flags, with no network."""
+
+    engine: pidispatch.DockerEngine
+    image: pidispatch.Image
+    facts: dict[str, Any]
+    container: str
+
+    def run(self, *command: str, user: str = "") -> tuple[int, str]:
+        """Exit code and output of one command inside."""
+        api = self.engine.api
+        made = api.exec_create(self.container, list(command), user=user)
+        output: bytes = api.exec_start(made["Id"])
+        code: int = api.exec_inspect(made["Id"])["ExitCode"]
+        return code, output.decode("utf-8", "replace").strip()
+
+    def must(self, *command: str, why: str) -> str:
+        code, output = self.run(*command)
+        if code:
+            raise Lie(f"{why} (`{' '.join(command)}` exits {code}: {output[:200]})")
+        return output
+
+    @property
+    def rules(self) -> str:
+        return self.must("cat", RULES_PATH, why=f"{RULES_PATH} is missing")
+
+
+def check_entrypoint(probe: Probe) -> str:
+    entry = probe.facts["Config"].get("Entrypoint") or []
+    if entry != RUNNER:
+        raise Lie(f"the entrypoint is {entry}, not the runner {RUNNER}")
+    return " ".join(entry)
+
+
+def check_pi(probe: Probe) -> str:
+    claimed = probe.image.labels.get(pidispatch.LABEL + "pi-version")
+    version = probe.must("pi", "--version", why="pi does not run")
+    if version != claimed:
+        raise Lie(f"pi is {version}, its label says {claimed or 'nothing'}")
+    return version
+
+
+def check_tools(probe: Probe) -> str:
+    for tool in ("node", "git", "rg", "fd", "python3"):
+        probe.must(tool, "--version", why=f"`{tool}` is missing")
+    return "node git rg fd python3"
+
+
+def check_user(probe: Probe) -> str:
+    user = str(probe.facts["Config"].get("User") or "")
+    if not re.fullmatch(r"[1-9]\d*(:\d+)?", user):
+        raise Lie(f"USER is {user or 'unset (root)'}; it must be a number, not 0")
+    return user
+
+
+def check_guardrails_owned(probe: Probe) -> str:
+    script = (
+        "for f in /opt/pi-dispatch /opt/pi-dispatch/*; do test -w $f && echo $f; done"
+    )
+    _, writable = probe.run("sh", "-c", script)
+    owners = probe.must(
+        "find",
+        "/opt/pi-dispatch",
+        "(",
+        "!",
+        "-user",
+        "0",
+        "-o",
+        "-perm",
+        "/022",
+        ")",
+        why="/opt/pi-dispatch is missing",
+    )
+    if writable or owners:
+        raise Lie(f"the job's user could change {writable or owners}")
+    return "/opt/pi-dispatch belongs to root"
+
+
+def check_powers(probe: Probe) -> str:
+    status = probe.must("cat", "/proc/self/status", why="no /proc")
+    powers = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    if not powers or int(powers[1], 16):
+        raise Lie("a process in the box has capabilities")
+    return "CapEff 0"
+
+
+def check_read_only(probe: Probe) -> str:
+    for path in ("/", "/opt", "/usr/local/bin"):
+        if probe.run("touch", f"{path}/.probe")[0] == 0:
+            raise Lie(f"{path} can be written")
+    return "the root is read-only"
+
+
+def check_agent_dir(probe: Probe) -> str:
+    probe.must(
+        "sh",
+        "-c",
+        "mkdir -p ~/.pi/agent && touch ~/.pi/agent/.probe /workspace/.probe"
+        " /outbox/.probe /tmp/.probe",
+        why="the agent's directories cannot be written",
+    )
+    return "agent dir, /workspace, /outbox, /tmp"
+
+
+def check_rules(probe: Probe) -> str:
+    if pidispatch.HARD_RULES_SENTINEL not in probe.rules:
+        raise Lie(f"{RULES_PATH} lacks the line {pidispatch.HARD_RULES_SENTINEL}")
+    return pidispatch.HARD_RULES_SENTINEL
+
+
+def check_known(probe: Probe) -> str:
+    unknown = probe.image.capabilities - set(CAPABILITIES)
+    if unknown:
+        raise Lie(
+            f"the label claims unknown capabilities: {', '.join(sorted(unknown))}"
+        )
+    if not probe.image.capabilities:
+        raise Skip("the image declares no capabilities, so it is given none")
+    return ", ".join(sorted(probe.image.capabilities))
+
+
+def claimed(probe: Probe, capability: str) -> None:
+    if capability not in probe.image.capabilities:
+        raise Skip("not claimed")
+
+
+def check_replicas(probe: Probe) -> str:
+    """The rules must leave the branch to the prompt and name none themselves."""
+    claimed(probe, "replicas")
+    text = " ".join(probe.rules.split())
+    if REPLICAS_PHRASE not in text:
+        raise Lie(f"replicas is claimed, but the rules do not say `{REPLICAS_PHRASE}`")
+    named = re.search(r"\bpi/[A-Za-z<{$*]\S*", text)
+    if named:
+        raise Lie(
+            f"replicas is claimed, but the rules hard-code the branch `{named[0]}`: "
+            "every replica would write there"
+        )
+    return "the branch is the one the prompt names"
+
+
+_GATE_PROBE = """
+import json, subprocess, sys, urllib.error, urllib.request
+gate = subprocess.Popen(
+    [sys.executable, "-I", "/opt/pi-dispatch/gate.py", "--host", "127.0.0.1"]
+    + ["--port", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+line = {"token": "t", "providers": {}, "allow": [], "models": [], "prices": {},
+    "budget": None, "spent": 0}
+gate.stdin.write(json.dumps(line) + "\\n"); gate.stdin.flush()
+port = json.loads(gate.stdout.readline())["port"]
+url = f"http://127.0.0.1:{port}"
+print(urllib.request.urlopen(url + "/healthz", timeout=5).status)
+try:
+    urllib.request.urlopen(url + "/example.invalid/v1/models", timeout=5)
+    print("open")
+except urllib.error.HTTPError as error:
+    print(error.code)
+gate.kill()
+"""
+
+
+def check_gate(probe: Probe) -> str:
+    claimed(probe, "gate")
+    output = probe.must("python3", "-c", _GATE_PROBE, why="the gate does not start")
+    health, refusal = output.split()
+    if health != "200" or refusal not in ("401", "403"):
+        raise Lie(f"the gate answers {health} and {refusal}: it does not refuse")
+    return "answers, and refuses a stranger"
+
+
+def check_fork_join(probe: Probe) -> str:
+    claimed(probe, "forkJoin")
+    probe.must(
+        "test",
+        "-f",
+        "/opt/pi-dispatch/fork-join/src/index.ts",
+        why="forkJoin is claimed, but the extension is missing",
+    )
+    return "the extension is there"
+
+
+def check_exclude_tools(probe: Probe) -> str:
+    claimed(probe, "excludeTools")
+    usage = probe.must("pi", "--help", why="pi does not run")
+    if "--exclude-tools" not in usage:
+        raise Lie("excludeTools is claimed, but this pi cannot exclude tools")
+    return "pi takes --exclude-tools"
+
+
+def check_forges(probe: Probe) -> str:
+    if probe.image.forges is None:
+        raise Skip("no forges label: every forge is allowed")
+    for kind in sorted(probe.image.forges):
+        row = pidispatch.FORGES.get(kind)
+        if row is None:
+            raise Lie(f"the forges label names `{kind}`, which is no forge")
+        probe.must(
+            row.cli, "--version", why=f"{kind} is named, but `{row.cli}` is absent"
+        )
+    return ", ".join(sorted(probe.image.forges))
+
+
+#: Name, what an image author must do, and the check.
+CHECKS: tuple[tuple[str, str, Callable[[Probe], str]], ...] = (
+    ("entrypoint", "ENTRYPOINT is the runner, exactly", check_entrypoint),
+    ("pi", "`pi --version` equals the pi-version label", check_pi),
+    ("tools", "node, git, rg, fd and python3 are on PATH", check_tools),
+    ("user", "USER is numeric and not root", check_user),
+    ("owner", "/opt/pi-dispatch belongs to root, read-only", check_guardrails_owned),
+    ("powers", "a process has no capability", check_powers),
+    ("root", "nothing needs a writable root", check_read_only),
+    ("directories", "home, workspace, outbox, tmp are writable", check_agent_dir),
+    ("rules", "HARD_RULES.md carries the sentinel", check_rules),
+    ("capabilities", "only known capabilities are claimed", check_known),
+    ("replicas", "the rules leave the branch to the prompt", check_replicas),
+    ("gate", "the gate answers and refuses", check_gate),
+    ("forkJoin", "the extension is in the image", check_fork_join),
+    ("excludeTools", "pi can exclude tools", check_exclude_tools),
+    ("forges", "the CLI of each named forge is there", check_forges),
+)
+
+
+@contextlib.contextmanager
+def probing(engine: pidispatch.DockerEngine, tag: str) -> Iterator[Probe | None]:
+    """An idle container of the image; None when there is no such image."""
+    image = engine.image(tag)
+    if image is None:
+        yield None
+        return
+    api = engine.api
+    settings = engine.settings
+    options = pidispatch.job_options(settings, image, engine.cpus)
+    made = api.create_container(
+        image.id,
+        entrypoint=["sleep"],
+        command=["600"],
+        labels=engine.labels("verify-image", 0, "verify"),
+        environment={"HOME": "/home/pi", "PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
+        volumes=["/job", "/workspace", "/outbox"],
+        host_config=api.create_host_config(network_mode="none", **options),
+        use_config_proxy=False,
+    )
+    try:
+        api.start(made["Id"])
+        facts = api.inspect_image(tag)  # type: ignore[no-untyped-call]
+        yield Probe(engine, image, facts, made["Id"])
+    finally:
+        api.remove_container(made["Id"], force=True, v=True)
+
+
+def findings(tag: str) -> Iterator[Finding]:
+    """Every check's finding; after a lie the rest is still looked at."""
+    engine = pidispatch.DockerEngine(pidispatch.Settings(), "verify-image")
+    with probing(engine, tag) as probe:
+        if probe is None:
+            yield Finding("present", "lie", f"{tag} is not on this machine")
+            return
+        yield Finding("present", "ok", probe.image.id)
+        for name, _, check in CHECKS:
+            yield _found(name, check, probe)
+
+
+def _found(name: str, check: Callable[[Probe], str], probe: Probe) -> Finding:
+    try:
+        return Finding(name, "ok", check(probe))
+    except Skip as skip:
+        return Finding(name, "note", str(skip))
+    except Lie as lie:
+        return Finding(name, "lie", str(lie))
+
+
+_MARKS = {"ok": "✓", "note": "-", "lie": "✗"}
+
+
+def run(tag: str, *, as_json: bool = False) -> int:
+    """Print every finding; 1 if any is a lie."""
+    found: list[Finding] = []
+    for finding in findings(tag):
+        found.append(finding)
+        if not as_json:
+            text = pidispatch.plain_text(finding.text)
+            print(f"{_MARKS[finding.state]} {finding.name}: {text}", flush=True)
+    if as_json:
+        print(json.dumps([vars(f) for f in found], indent=2))
+    return 1 if any(f.state == "lie" for f in found) else 0
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: verify_image.py TAG", file=sys.stderr)
+        return 2
+    try:
+        return run(arguments[0])
+    except pidispatch.PidispatchError as error:
+        print(f"verify-image: {error.message}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4815,8 +4815,8 @@ TOLD_CHARS = 1_000
 
 #: What host git always runs with. No configuration of the machine, of its user or
 #: of a repository takes part: whatever could run a program or send a credential
-#: elsewhere is off. A fetch appears in one pack, so a killed one leaves no commit
-#: without its trees.
+#: elsewhere is off. A fetch appears in one pack, so that a killed one leaves no
+#: commit without its trees.
 GIT_CONFIG = {
     "core.hooksPath": os.devnull,
     "core.fsmonitor": "false",
@@ -4831,19 +4831,10 @@ GIT_CONFIG = {
     "submodule.recurse": "false",
 }
 
-#: What host git inherits: where programs are, how to get out, whom TLS trusts.
-GIT_INHERITS = (
-    "PATH",
-    "http_proxy",
-    "https_proxy",
-    "HTTPS_PROXY",
-    "all_proxy",
-    "ALL_PROXY",
-    "no_proxy",
-    "NO_PROXY",
-    "SSL_CERT_FILE",
-    "SSL_CERT_DIR",
-    "GIT_SSL_CAINFO",
+#: What host git inherits: where programs are, the way out, whom TLS trusts.
+GIT_INHERITS = re.compile(
+    r"PATH|(?:https?|all|no)_proxy|(?:HTTPS|ALL|NO)_PROXY"
+    r"|SSL_CERT_(?:FILE|DIR)|GIT_SSL_CAINFO"
 )
 
 #: Answers git's two questions, and only for the host the secret belongs to: a
@@ -4857,6 +4848,33 @@ esac
 exit 1
 """
 
+#: What a failure means by git's English words, the first found deciding; None,
+#: and whatever is not listed, may pass (network, 5xx, 429).
+_REMOTE_FAULTS: tuple[tuple[str, str | None], ...] = (
+    (r"rate limit|returned error: (?:408|429|5\d\d)", None),
+    (r"Authentication failed|could not read (?:User|Pass)", "forge-token-unavailable"),
+    (r"returned error: 40[13]\b", "forge-token-unavailable"),
+    (r"returned error: (?:3|4)\d\d", "repository-unavailable"),
+    (
+        r"^fatal: repository .* not found|redirect(?:ion|ed)?\b[^/]*$",
+        "repository-unavailable",
+    ),
+)
+_PUSH_FAULTS: tuple[tuple[str, str | None], ...] = (
+    (r"^!\t\S+\t\[rejected\]", "branch-moved"),
+    (r"refusing to allow .* workflow", "workflow-permission"),
+    (
+        r"^!\t\S+\t\[remote rejected\] \((?:cannot lock|failed to update)"
+        r"|internal (?:server )?error|unable to create temporary",
+        None,
+    ),
+    (r"^!\t\S+\t\[remote |returned error: 40[34]", "push-refused"),
+    *_REMOTE_FAULTS,
+)
+_FIXES = {
+    "forge-token-unavailable": "check the forge token and what it may read",
+    "repository-unavailable": "check the repository's name; was it moved or deleted?",
+}
 
 #: Control characters except tab and line feed, and those that reorder text.
 _UNSEEN = re.compile(
@@ -4902,6 +4920,62 @@ class Done(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Remote:
+    """A repository on a forge: where, and as whom; the URL holds no secret."""
+
+    url: str
+    credential: Credential
+
+    @classmethod
+    def of(cls, forge: Forge, repo: str) -> Remote:
+        return cls(forge.clone_url(repo), forge.credential(repo))
+
+    def host(self, protocols: Sequence[str]) -> str:
+        """Host and port as git words them in its questions.
+
+        Raises `ConfigError` for what is not a plain URL of `protocols`.
+        """
+        from urllib.parse import urlsplit
+
+        parts = urlsplit(self.url)
+        odd = re.search(r"[\s\x00-\x1f\x7f'\"\\]", self.url) or "@" in parts.netloc
+        if parts.scheme not in protocols or odd:
+            raise ConfigError("a clone URL must be plain http(s), without credentials")
+        return parts.netloc
+
+    def redact(self, text: str) -> str:
+        """What git said, fit to be shown: the token in no form, capped."""
+        import base64
+        from urllib.parse import quote
+
+        user, secret = self.credential.username, self.credential.password
+        basic = base64.b64encode(f"{user}:{secret}".encode()).decode()
+        text = _UNSEEN.sub("", text)
+        for form in filter(None, (secret, quote(secret, safe=""), basic)):
+            text = text.replace(form, "…")
+        return _told(re.sub(r"(?<=://)[^\s@]*@", "", text))
+
+
+def _told(text: str) -> str:
+    """git's words without control characters and hints, capped."""
+    lines = (line.strip(" ") for line in _UNSEEN.sub("", text).splitlines())
+    kept = [line for line in lines if line and not line.startswith("hint:")]
+    return "\n".join(kept)[:TOLD_CHARS]
+
+
+def _fault(
+    said: str, doing: str, table: tuple[tuple[str, str | None], ...]
+) -> PidispatchError:
+    """The error of a failed talk with a remote; `said` is already redacted."""
+    flags = re.IGNORECASE | re.MULTILINE
+    reasons = (reason for pattern, reason in table if re.search(pattern, said, flags))
+    reason, message = next(reasons, None), f"{doing} failed: {said or 'no word of git'}"
+    return (
+        Refused(reason, message, _FIXES.get(reason)) if reason else InfraError(message)
+    )
+
+
+@dataclass(frozen=True)
 class Git:
     """Runs git in a closed environment; `private` is a 0700 directory of ours.
 
@@ -4912,22 +4986,16 @@ class Git:
     private: Path
     protocols: tuple[str, ...] = ("http", "https")
     bounds: Bounds = Bounds()
-    environ: Mapping[str, str] = field(
-        default_factory=lambda: dict(os.environ), repr=False
-    )
 
     def environment(self) -> dict[str, str]:
-        """The whole environment of a git command; holds no secret."""
+        """The whole environment of a git command; holds no token."""
         config = {
-            **{f"GIT_CONFIG_KEY_{i}": key for i, key in enumerate(GIT_CONFIG)},
-            **{f"GIT_CONFIG_VALUE_{i}": v for i, v in enumerate(GIT_CONFIG.values())},
+            f"GIT_CONFIG_{part}_{i}": text
+            for i, pair in enumerate(GIT_CONFIG.items())
+            for part, text in zip(("KEY", "VALUE"), pair, strict=True)
         }
         return {
-            **{
-                name: self.environ[name]
-                for name in GIT_INHERITS
-                if name in self.environ
-            },
+            **{k: v for k, v in os.environ.items() if GIT_INHERITS.fullmatch(k)},
             **config,
             "GIT_CONFIG_COUNT": str(len(GIT_CONFIG)),
             "GIT_CONFIG_NOSYSTEM": "1",
@@ -4947,165 +5015,105 @@ class Git:
         feed: bytes | int = b"",
         sink: int | None = None,
         seconds: float | None = None,
-        extra: Mapping[str, str] | None = None,
+        secret: Path | None = None,
         before: Callable[[], None] | None = None,
     ) -> Done:
         """Run one command to its end and say how it went.
 
-        `feed` is its input, as bytes or an open file; `sink` a file for its
-        output; `before` runs in the child. Raises `TimedOut`, and `InfraError`
-        when git cannot be started.
+        `feed` is its input, bytes or an open file; `sink` a file for its output;
+        `secret` a directory that askpass reads; `before` runs in the child.
+        Raises `TimedOut`, and `InfraError` when git cannot be started.
         """
         import subprocess
 
-        try:
-            child = subprocess.Popen(
-                ["git", *arguments],
-                cwd=self.private,
-                env={**self.environment(), **(extra or {})},
-                stdin=feed if isinstance(feed, int) else subprocess.PIPE,
-                stdout=subprocess.PIPE if sink is None else sink,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                preexec_fn=before,
-            )
-        except OSError as error:
-            raise InfraError(
-                f"git cannot be started: {error}", "install git"
-            ) from error
-        given = None if isinstance(feed, int) else feed
-        try:
-            out, err = child.communicate(given, seconds or self.bounds.local)
-        except subprocess.TimeoutExpired as error:
-            raise TimedOut(f"git {arguments[0]} took too long") from error
-        finally:
-            if child.returncode is None:
-                _end(child)
+        asked = {"GIT_ASKPASS": str(self.private / "askpass")} if secret else {}
+        with contextlib.ExitStack() as ending:
+            try:
+                child = subprocess.Popen(
+                    ["git", *arguments],
+                    cwd=self.private,
+                    env={
+                        **self.environment(),
+                        **asked,
+                        "PIDISPATCH_ASKPASS": f"{secret}",
+                    },
+                    stdin=feed if isinstance(feed, int) else subprocess.PIPE,
+                    stdout=subprocess.PIPE if sink is None else sink,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                    preexec_fn=before,
+                )
+                ending.callback(_end, child)
+                given = None if isinstance(feed, int) else feed
+                out, err = child.communicate(given, seconds or self.bounds.local)
+            except subprocess.TimeoutExpired as error:
+                raise TimedOut(f"git {arguments[0]} took too long") from error
+            except OSError as error:
+                raise InfraError(
+                    f"git did not start: {error}", "install git"
+                ) from error
         return Done(child.returncode, out or b"", err.decode("utf-8", "replace"))
 
-    def remote(
-        self, url: str, credential: Credential, *arguments: str, seconds: float
-    ) -> Done:
-        """A command that talks to `url`; its messages come back redacted.
-
-        Raises `ConfigError` when the URL is not a plain one.
-        """
-        with self._secret(url, credential) as folder:
-            extra = {
-                "GIT_ASKPASS": str(self.private / "askpass"),
-                "PIDISPATCH_ASKPASS": str(folder),
-            }
-            done = self.call(*arguments, seconds=seconds, extra=extra)
-        return done._replace(err=_told(done.err, credential))
+    def talk(self, remote: Remote, *arguments: str, seconds: float) -> Done:
+        """A command that talks to `remote`; its messages come back redacted."""
+        with self._secret(remote) as secret:
+            done = self.call(*arguments, seconds=seconds, secret=secret)
+        return done._replace(err=remote.redact(done.err))
 
     @contextlib.contextmanager
-    def _secret(self, url: str, credential: Credential) -> Iterator[Path]:
+    def _secret(self, remote: Remote) -> Iterator[Path]:
         import shutil
         import tempfile
 
-        host = _host(url, self.protocols)
+        host, credential = remote.host(self.protocols), remote.credential
         if re.search(r"[\r\n\0]", credential.username + credential.password):
             raise ConfigError("a forge token holds a line break")
         folder = Path(tempfile.mkdtemp(prefix="askpass-", dir=self.private))
         try:
-            _write_private(folder / "host", host.encode() + b"\n")
-            _write_private(folder / "username", credential.username.encode())
-            _write_private(folder / "password", credential.password.encode())
+            _write_private(folder / "host", f"{host}\n")
+            _write_private(folder / "username", credential.username)
+            _write_private(folder / "password", credential.password)
             yield folder
         finally:
             shutil.rmtree(folder)
 
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill git and what it started (its transport is another process)."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.communicate()
-
-
-def _host(url: str, protocols: Sequence[str]) -> str:
-    """The host and port of a clone URL, as git words them in its questions."""
-    from urllib.parse import urlsplit
-
-    parts = urlsplit(url)
-    plain = not re.search(r"[\s\x00-\x1f\x7f'\"\\]", url) and "@" not in parts.netloc
-    if parts.scheme not in protocols or not plain:
-        raise ConfigError("a clone URL must be plain http(s), without credentials")
-    return parts.netloc
+    def look(self, remote: Remote, *names: str) -> Seen:
+        """Read the named refs in one request; absent ones are left out."""
+        command = ("ls-remote", "--symref", "--quiet", "--", remote.url, *names)
+        done = self.talk(remote, *command, seconds=self.bounds.look)
+        if done.code:
+            raise _fault(done.err, "reading the repository", _REMOTE_FAULTS)
+        lines = done.out.decode("utf-8", "replace").splitlines()
+        pairs = [(name, value) for value, _, name in (x.partition("\t") for x in lines)]
+        heads = (
+            v for n, v in pairs if n == "HEAD" and v.startswith("ref: refs/heads/")
+        )
+        refs = {n: v for n, v in pairs if n in names and _OBJECT_ID.fullmatch(v)}
+        return Seen(next(heads, "").removeprefix("ref: ") or None, refs)
 
 
-def _write_private(path: Path, content: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o600), "wb") as sink:
-        sink.write(content)
-
-
-def _told(text: str, credential: Credential | None = None) -> str:
-    """What git said, fit to be shown: no token in any form, no control, capped."""
-    import base64
-    from urllib.parse import quote
-
-    if credential is not None and credential.password:
-        pair = f"{credential.username}:{credential.password}".encode()
-        secret = credential.password
-        for form in (secret, quote(secret, safe=""), base64.b64encode(pair).decode()):
-            text = text.replace(form, "…")
-    text = re.sub(r"(?<=://)[^/\s@]*@", "", text)
-    lines = (line.strip() for line in _UNSEEN.sub("", text).splitlines())
-    kept = [line for line in lines if line and not line.startswith("hint:")]
-    return "\n".join(kept)[:TOLD_CHARS]
-
-
-#: What a failed talk with a remote means, by git's English words; the first that
-#: is found decides, and anything else may pass (network, 5xx, 429).
-_REMOTE_FAULTS: tuple[tuple[str, str | None], ...] = (
-    (r"rate limit|returned error: (?:408|429|5\d\d)", None),
-    (r"Authentication failed|could not read (?:Username|Password)", "token"),
-    (r"returned error: 40[13]\b|access denied|HTTP Basic: Access denied", "token"),
-    (r"returned error: (?:3\d\d|404|410)\b|repository .* not found", "gone"),
-    (r"redirect", "gone"),
-)
-
-
-def _remote_fault(done: Done, doing: str) -> PidispatchError:
-    """The error of a failed talk with a remote; `done.err` is already redacted."""
-    found = (m for p, m in _REMOTE_FAULTS if re.search(p, done.err, re.IGNORECASE))
-    meaning = next(found, None)
-    message = f"{doing} failed: {done.err or f'git ended with {done.code}'}"
-    if meaning == "token":
-        fix = "check the forge token and its access to the repository"
-        return Refused("forge-token-unavailable", message, fix)
-    if meaning == "gone":
-        fix = "check the repository's name; was it moved or deleted?"
-        return Refused("repository-unavailable", message, fix)
-    return InfraError(message)
+_OBJECT_ID = re.compile(r"[0-9a-f]{40}")
 
 
 class Seen(NamedTuple):
-    """What one look at a remote showed: refs by name, and what HEAD names."""
+    """What one look at a remote showed: the ref HEAD names, and commits by ref."""
 
     head: str | None
     refs: Mapping[str, str]
 
 
-def look(git: Git, url: str, credential: Credential, *names: str) -> Seen:
-    """Read the named refs of a remote in one request; absent ones are left out."""
-    listed = git.remote(
-        url,
-        credential,
-        *("ls-remote", "--symref", "--quiet", "--", url, *names),
-        seconds=git.bounds.look,
-    )
-    if listed.code:
-        raise _remote_fault(listed, "reading the repository")
-    head, refs = None, {}
-    for line in listed.out.decode("utf-8", "replace").splitlines():
-        value, _, name = line.partition("\t")
-        if value.startswith("ref: ") and name == "HEAD":
-            head = value.removeprefix("ref: ")
-        elif name in names and re.fullmatch(r"[0-9a-f]{40}", value):
-            refs[name] = value
-    return Seen(head, refs)
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill what still runs of git and its transport, which is another process."""
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+
+
+def _write_private(path: Path, content: str, mode: int = 0o600) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, mode), "w", encoding="utf-8") as sink:
+        sink.write(content)
 
 
 @dataclass(frozen=True)
@@ -5124,6 +5132,10 @@ class Repository:
         if done.code:
             raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
         return done.out
+
+    def talk(self, remote: Remote, *arguments: str, seconds: float) -> Done:
+        at = f"--git-dir={self.path}"
+        return self.git.talk(remote, at, *arguments, seconds=seconds)
 
     def create(self) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)
@@ -5147,25 +5159,19 @@ class Mirror(Repository):
             fcntl.flock(held, fcntl.LOCK_EX)
             if not (self.path / "HEAD").exists():
                 self.create()
-            for stale in (*self.path.glob("*.lock"), *self._refs.rglob("*.lock")):
+            refs = self.path / "refs"
+            for stale in (*self.path.glob("*.lock"), *refs.rglob("*.lock")):
                 stale.unlink(missing_ok=True)
             yield
 
-    @property
-    def _refs(self) -> Path:
-        return self.path / "refs"
-
     def has(self, commit: str) -> bool:
         """Whether the commit is here with everything it reaches."""
-        arguments = ("rev-list", "--objects", "--quiet", commit, "--not", "--all")
-        return self.call(*arguments).code == 0
+        known = ("--not", "--all")
+        done = self.call("rev-list", "--objects", "--quiet", commit, *known)
+        return done.code == 0
 
     def obtain(
-        self,
-        url: str,
-        credential: Credential,
-        commits: Sequence[str],
-        refs: Sequence[str],
+        self, remote: Remote, commits: Sequence[str], refs: Sequence[str]
     ) -> None:
         """Fetch what is missing: by id, else by the refs that may reach it.
 
@@ -5175,28 +5181,23 @@ class Mirror(Repository):
         missing = [commit for commit in commits if not self.has(commit)]
         if not missing:
             return
-        if not self._fetch(url, credential, missing):
-            self._fetch(url, credential, refs)
-        if not all(self.has(commit) for commit in missing):
-            raise Refused("sha-gone", "the forge no longer has the job's commit")
-        if sum(1 for _ in self.path.glob("objects/pack/*.pack")) > MIRROR_PACKS:
+        if not self._fetch(remote, missing):
+            self._fetch(remote, refs)
+            if not all(map(self.has, missing)):
+                raise Refused("sha-gone", "the forge no longer has the job's commit")
+        if len([*self.path.glob("objects/pack/*.pack")]) > MIRROR_PACKS:
             self.run("repack", "-d", "--geometric=2", "--quiet")
 
-    def _fetch(self, url: str, credential: Credential, wants: Sequence[str]) -> bool:
+    def _fetch(self, remote: Remote, wants: Sequence[str]) -> bool:
         """False when the remote does not give one of `wants`; writes no ref."""
-        quiet = ("--quiet", "--no-tags", "--no-write-fetch-head")
-        at = f"--git-dir={self.path}"
-        done = self.git.remote(
-            url,
-            credential,
-            *(at, "fetch", *quiet, "--no-recurse-submodules", "--", url, *wants),
-            seconds=self.git.bounds.fetch,
-        )
+        options = ("--quiet", "--no-tags", "--no-write-fetch-head")
+        command = ("fetch", *options, "--no-recurse-submodules", "--", remote.url)
+        done = self.talk(remote, *command, *wants, seconds=self.git.bounds.fetch)
         if done.code == 0:
             return True
         if re.search(r"not our ref|unadvertised object|remote ref", done.err):
             return False
-        raise _remote_fault(done, "fetching")
+        raise _fault(done.err, "fetching", _REMOTE_FAULTS)
 
     def hold(self, job: str, base: str, request: str | None) -> None:
         """Keep a job's commits until `release`; the default ref speeds fetches."""
@@ -5214,9 +5215,8 @@ class Mirror(Repository):
 
 def _ref_part(job: str) -> str:
     """A job id as a part of a ref; git forbids some that are fine elsewhere."""
-    if re.search(r"\.\.|\.$|\.lock$|^\.", job) or not _SAFE_ID.match(job):
-        return "h" + _digest(job)
-    return job
+    odd = re.search(r"\.\.|\.$|\.lock$|^\.|[^A-Za-z0-9._-]", job)
+    return "h" + _digest(job) if odd else job
 
 
 @dataclass(frozen=True)
@@ -5246,13 +5246,11 @@ class Mirrors:
         root: Path,
         protocols: tuple[str, ...] = ("http", "https"),
         bounds: Bounds = Bounds(),
-        environ: Mapping[str, str] | None = None,
     ) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.chmod(0o700)
         self.root = root.resolve()
-        inherited = os.environ if environ is None else environ
-        self.git = Git(self.root, protocols, bounds, dict(inherited))
+        self.git = Git(self.root, protocols, bounds)
         _install_askpass(self.root)
         _sweep(self.root)
 
@@ -5274,21 +5272,22 @@ class Mirrors:
         its first. Raises `Refused` (sha-gone, flow-not-found, a remote's no) or
         `InfraError`.
         """
-        mirror = self.of(job.kind, job.repo)
-        url, credential = forge.clone_url(job.repo), forge.credential(job.repo)
+        mirror, remote = self.of(job.kind, job.repo), Remote.of(forge, job.repo)
         branch = f"refs/heads/{job.branch}" if job.branch else None
         asked = request_ref(job)
-        seen = look(self.git, url, credential, *filter(None, ("HEAD", branch, asked)))
+        seen = self.git.look(remote, *filter(None, ("HEAD", branch, asked)))
         if seen.head is None or "HEAD" not in seen.refs:
-            raise Refused("repository-unavailable", "the repository has no commits")
+            raise Refused(
+                "repository-unavailable", "the repository has no commit to read"
+            )
         base = base or seen.refs["HEAD"]
         if job.target.type == "pull_request":
             request = request or (seen.refs.get(asked) if asked else job.head)
             if request is None:
                 raise Refused("sha-gone", "the request's head is gone")
-        tips = tuple(filter(None, (base, request)))
+        tips = [base, *filter(None, [request])]
         with mirror.locked():
-            mirror.obtain(url, credential, tips, [*filter(None, (seen.head, asked))])
+            mirror.obtain(remote, tips, [seen.head, *filter(None, [asked])])
             mirror.hold(job.id, base, request)
         return Prepared(
             base=base,
@@ -5300,13 +5299,11 @@ class Mirrors:
             skill=read_skill(mirror, base, job.flow),
         )
 
-    def restore(self, forge: Forge, job: Job, work: Work) -> Mirror:
+    def restore(self, remote: Remote, job: Job, work: Work) -> Mirror:
         """The job's mirror with its base in it, fetched again if need be."""
         mirror = self.of(job.kind, job.repo)
-        url, credential = forge.clone_url(job.repo), forge.credential(job.repo)
         with mirror.locked():
-            refs = [f"refs/heads/{work.default_branch}"]
-            mirror.obtain(url, credential, [work.base], refs)
+            mirror.obtain(remote, [work.base], [f"refs/heads/{work.default_branch}"])
         return mirror
 
     def release(self, job: Job) -> None:
@@ -5331,8 +5328,7 @@ def _install_askpass(root: Path) -> None:
     if script.exists() and script.read_text("utf-8") == ASKPASS:
         return
     fresh = root / f"askpass.{secrets.token_hex(8)}"
-    _write_private(fresh, ASKPASS.encode())
-    fresh.chmod(0o700)
+    _write_private(fresh, ASKPASS, 0o700)
     fresh.replace(script)
 
 
@@ -5340,10 +5336,9 @@ def _sweep(root: Path) -> None:
     """Remove what a killed process left: far older than any command may run."""
     import shutil
 
-    for kind in ("askpass-*", "quarantine-*"):
-        for left in root.glob(kind):
-            if time.time() - left.stat().st_mtime > DAY:
-                shutil.rmtree(left, ignore_errors=True)
+    for left in (*root.glob("askpass-*"), *root.glob("quarantine-*")):
+        if time.time() - left.stat().st_mtime > DAY:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write_pack(mirror: Mirror, path: Path, tips: Sequence[str], depth: int) -> bytes:
@@ -5409,7 +5404,7 @@ def read_skill(mirror: Mirror, base: str, flow: str) -> dict[str, bytes] | None:
         if not _safe_path(name):
             raise _skill_refused(flow, "has a file whose name cannot be used")
         blobs[name] = blob
-    return dict(zip(blobs, _blobs(mirror, [*blobs.values()]), strict=True)) or None
+    return dict(zip(blobs, _contents(mirror, [*blobs.values()]), strict=True)) or None
 
 
 def _skill_refused(flow: str, why: str) -> Refused:
@@ -5422,11 +5417,10 @@ def _safe_path(name: str) -> bool:
     return plain and not any(part in ("", ".", "..") for part in parts)
 
 
-def _blobs(mirror: Mirror, names: Sequence[bytes]) -> Iterator[bytes]:
-    """The contents of blobs, in the order asked."""
-    output = mirror.run("cat-file", "--batch", feed=b"".join(n + b"\n" for n in names))
+def _contents(mirror: Mirror, blobs: Sequence[bytes]) -> Iterator[bytes]:
+    output = mirror.run("cat-file", "--batch", feed=b"\n".join([*blobs, b""]))
     at = 0
-    for _ in names:
+    for _ in blobs:
         end = output.index(b"\n", at)
         size = int(output[at:end].split()[2])
         yield output[end + 1 : end + 1 + size]
@@ -5440,7 +5434,7 @@ class Quarantine(Repository):
     `tip` descends from the job's base by `commits` commits and is complete.
     """
 
-    tip: str = ""
+    tip: str
     commits: int = 0
 
     def __enter__(self) -> Quarantine:
@@ -5454,6 +5448,40 @@ class Quarantine(Repository):
 
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def call(self, *arguments: str, **how: Any) -> Done:
+        """As everywhere, but bounded in time, processor, memory and disk."""
+        bounds = self.git.bounds
+        limits = _limits(bounds.cpu)
+        try:
+            done = super().call(*arguments, seconds=bounds.check, before=limits, **how)
+        except TimedOut as error:
+            raise BundleRefused("too-slow") from error
+        if done.code in (-signal.SIGXCPU, -signal.SIGKILL):
+            raise BundleRefused("too-slow")
+        if done.code == -signal.SIGXFSZ:
+            raise BundleRefused("too-large")
+        return done
+
+
+def _limits(cpu: int) -> Callable[[], None]:
+    """Bounds set in a child that reads what a box made, before it starts."""
+    import resource
+
+    wanted = {
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_FSIZE: 4 * BUNDLE_BYTES,
+        resource.RLIMIT_DATA: 2**31,
+        resource.RLIMIT_CORE: 0,
+    }
+
+    def apply() -> None:
+        for what, value in wanted.items():
+            most = resource.getrlimit(what)[1]
+            soft = value if most == resource.RLIM_INFINITY else min(value, most)
+            resource.setrlimit(what, (soft, most))
+
+    return apply
+
 
 def check_bundle(
     mirror: Mirror, bundle: Path, base: str, *, limit: int = BUNDLE_BYTES
@@ -5463,25 +5491,22 @@ def check_bundle(
     The header is read by us and the pack by `index-pack --strict`, because git
     2.39 applies fetch.fsckObjects to no bundle. Raises `BundleRefused`.
     """
-    import shutil
     import tempfile
 
-    with _open_bundle(bundle, limit) as source:
+    with _open_bundle(bundle, limit) as source, contextlib.ExitStack() as undo:
         tip, prerequisites = _bundle_header(source)
         _check_prerequisites(mirror, prerequisites, base)
         os.lseek(source.fileno(), source.tell(), os.SEEK_SET)
         folder = tempfile.mkdtemp(prefix="quarantine-", dir=mirror.path.parent)
         quarantine = Quarantine(mirror.git, Path(folder), tip)
-        try:
-            quarantine.create()
-            alternates = quarantine.path / "objects" / "info" / "alternates"
-            alternates.parent.mkdir(exist_ok=True)
-            alternates.write_text(f"{mirror.path / 'objects'}\n", "utf-8")
-            _index(quarantine, source.fileno(), limit)
-            commits = _check_tip(quarantine, base)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        undo.callback(quarantine.close)
+        quarantine.create()
+        alternates = quarantine.path / "objects" / "info" / "alternates"
+        alternates.parent.mkdir(exist_ok=True)
+        alternates.write_text(f"{mirror.path / 'objects'}\n", "utf-8")
+        _index(quarantine, source.fileno(), limit)
+        commits = _check_tip(quarantine, base)
+        undo.pop_all()
     return dataclasses.replace(quarantine, commits=commits)
 
 
@@ -5532,80 +5557,39 @@ def _check_prerequisites(mirror: Mirror, needed: Sequence[str], base: str) -> No
         raise BundleRefused("bad-prerequisite")
 
 
-def _guarded(quarantine: Quarantine, size: int, *arguments: str, **how: Any) -> Done:
-    """Run git over what a box made, bounded in time, processor, memory and disk."""
-    import signal
-
-    bounds = quarantine.git.bounds
-    try:
-        done = quarantine.call(
-            *arguments, seconds=bounds.check, before=_limits(bounds.cpu, size), **how
-        )
-    except TimedOut as error:
-        raise BundleRefused("too-slow") from error
-    if done.code in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise BundleRefused("too-slow")
-    if done.code == -signal.SIGXFSZ:
-        raise BundleRefused("too-large")
-    return done
-
-
-def _limits(cpu: int, size: int) -> Callable[[], None]:
-    import resource
-
-    wanted = {
-        resource.RLIMIT_CPU: cpu,
-        resource.RLIMIT_FSIZE: size,
-        resource.RLIMIT_DATA: 2**31,
-        resource.RLIMIT_CORE: 0,
-    }
-
-    def apply() -> None:
-        for what, value in wanted.items():
-            most = resource.getrlimit(what)[1]
-            soft = value if most == resource.RLIM_INFINITY else min(value, most)
-            resource.setrlimit(what, (soft, most))
-
-    return apply
-
-
 def _index(quarantine: Quarantine, pack: int, limit: int) -> None:
-    """Unpack and examine every object; what is fetched later was examined here."""
+    """Unpack and examine every object of the pack that the open file is at."""
     options = ("--stdin", "--fix-thin", "--strict", "--threads=1")
     most = f"--max-input-size={limit}"
-    done = _guarded(quarantine, 4 * limit, "index-pack", *options, most, feed=pack)
+    done = quarantine.call("index-pack", *options, most, feed=pack)
     if done.code == 0:
         return
-    for pattern, detail in (
-        ("exceeds maximum allowed size", "too-large"),
-        ("did not receive expected object", "not-connected"),
-    ):
-        if pattern in done.err:
-            raise BundleRefused(detail)
+    if "exceeds maximum allowed size" in done.err:
+        raise BundleRefused("too-large")
+    if "did not receive expected object" in done.err:
+        raise BundleRefused("not-connected")
     raise BundleRefused("bad-object", _told(done.err))
 
 
 def _check_tip(quarantine: Quarantine, base: str) -> int:
     """How many commits the tip adds to `base`, once it is proved complete."""
-    tip, size = quarantine.tip, BUNDLE_BYTES
-    kind = _guarded(quarantine, size, "cat-file", "-t", tip)
+    tip = quarantine.tip
+    kind = quarantine.call("cat-file", "-t", tip)
     if kind.code:
         raise BundleRefused("not-connected")
     if kind.out != b"commit\n":
         raise BundleRefused("bad-object", "the tip is not a commit")
-    if _guarded(quarantine, size, "merge-base", "--is-ancestor", base, tip).code:
+    if quarantine.call("merge-base", "--is-ancestor", base, tip).code:
         raise BundleRefused("not-descended")
     walk = ("rev-list", "--objects", "--quiet", tip, "--not", base)
-    if _guarded(quarantine, size, *walk).code:
+    if quarantine.call(*walk).code:
         raise BundleRefused("not-connected")
-    counted = _guarded(quarantine, size, "rev-list", "--count", f"{base}..{tip}")
-    return int(counted.out)
+    return int(quarantine.run("rev-list", "--count", f"{base}..{tip}"))
 
 
 def push(
     quarantine: Quarantine,
-    url: str,
-    credential: Credential,
+    remote: Remote,
     branch: str,
     lease: str | None,
     ours: Iterable[str] = (),
@@ -5618,23 +5602,18 @@ def push(
     `Refused` (branch-moved, push-refused, workflow-permission) or `InfraError`.
     """
     ref, tip, git = f"refs/heads/{branch}", quarantine.tip, quarantine.git
-    present = look(git, url, credential, ref).refs.get(ref)
+    present = git.look(remote, ref).refs.get(ref)
     if present == tip:
         return
     if present != lease or not _replaceable(quarantine, lease, ours):
-        raise Refused("branch-moved", f"{branch} holds commits the job did not make")
+        raise Refused("branch-moved", f"{branch} was changed by someone else")
     options = ("--porcelain", "--no-progress", "--no-verify", "--no-follow-tags")
     expected = f"--force-with-lease={ref}:{lease or ''}"
-    at = f"--git-dir={quarantine.path}"
-    done = git.remote(
-        url,
-        credential,
-        *(at, "push", *options, "--recurse-submodules=no", expected),
-        *("--", url, f"{tip}:{ref}"),
-        seconds=git.bounds.push,
-    )
+    command = ("push", *options, "--recurse-submodules=no", expected, "--", remote.url)
+    done = quarantine.talk(remote, *command, f"{tip}:{ref}", seconds=git.bounds.push)
     if done.code:
-        raise _push_fault(done, branch, credential)
+        told = remote.redact(done.out.decode("utf-8", "replace"))
+        raise _fault(f"{done.err}\n{told}", f"pushing {branch}", _PUSH_FAULTS)
 
 
 def _replaceable(
@@ -5644,28 +5623,6 @@ def _replaceable(
         return True
     check = ("merge-base", "--is-ancestor", lease, quarantine.tip)
     return quarantine.call(*check).code == 0
-
-
-#: What a refused push means, by git's English words; the first found decides.
-_PUSH_FAULTS: tuple[tuple[str, str | None], ...] = (
-    (r"stale info|fetch first|non-fast-forward", "branch-moved"),
-    (r"refusing to allow .* workflow|without .?workflows?.? ", "workflow-permission"),
-    (
-        r"cannot lock ref|failed to update ref|internal (?:server )?error"
-        r"|unable to create temporary",
-        None,
-    ),
-    (r"remote rejected|remote unpack failed|returned error: 40[34]", "push-refused"),
-)
-
-
-def _push_fault(done: Done, branch: str, credential: Credential) -> PidispatchError:
-    said = f"{done.err}\n{_told(done.out.decode('utf-8', 'replace'), credential)}"
-    message = f"pushing {branch} failed: {said.strip()}"[:TOLD_CHARS]
-    for pattern, reason in _PUSH_FAULTS:
-        if re.search(pattern, said, re.IGNORECASE):
-            return Refused(reason, message) if reason else InfraError(message)
-    return _remote_fault(done, f"pushing {branch}")
 
 
 @dataclass(frozen=True)
@@ -5703,14 +5660,13 @@ def publish_job(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Publish
     `InfraError` means: try later.
     """
     if job.target.type == "pull_request":
-        _say(forge, job, work, "review", commits=work.commits)
+        _say(forge, job, work, "review", commits=work.commits if work.bundle else 0)
         return Published()
     try:
         published = _publish_branch(forge, mirrors, job, work)
     except Refused as refusal:
         if refusal.reason in PUBLISH_REFUSALS:
-            detail = getattr(refusal, "detail", None)
-            _say(forge, job, work, "refused", reason=refusal.reason, detail=detail)
+            _say(forge, job, work, "refused", refusal=refusal)
         raise
     _say(forge, job, work, "result", request=published.request)
     return published
@@ -5724,10 +5680,10 @@ def publish_to(
         raise ConfigError(f"{json.dumps(branch)} is no branch name")
     if work.bundle is None:
         return None
-    url, credential = forge.clone_url(job.repo), forge.credential(job.repo)
-    mirror = mirrors.restore(forge, job, work)
+    remote = Remote.of(forge, job.repo)
+    mirror = mirrors.restore(remote, job, work)
     with check_bundle(mirror, work.bundle, work.base) as quarantine:
-        push(quarantine, url, credential, branch, None)
+        push(quarantine, remote, branch, None)
     return quarantine.tip
 
 
@@ -5735,29 +5691,29 @@ def _publish_branch(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Pub
     branch = job.branch
     if branch is None or work.bundle is None:
         return Published()
-    url, credential = forge.clone_url(job.repo), forge.credential(job.repo)
-    mirror = mirrors.restore(forge, job, work)
+    if branch == work.default_branch:
+        raise Refused("push-refused", f"{branch} is the default branch")
+    remote = Remote.of(forge, job.repo)
+    mirror = mirrors.restore(remote, job, work)
     with check_bundle(mirror, work.bundle, work.base) as quarantine:
         if not quarantine.commits:
             return Published()
-        push(quarantine, url, credential, branch, work.lease, work.ours)
+        push(quarantine, remote, branch, work.lease, work.ours)
     return Published(quarantine.tip, _one_request(forge, job, work, branch))
 
 
 def _one_request(forge: Forge, job: Job, work: Work, branch: str) -> Request:
     """The open request of exactly this branch, opened if there is none."""
-    written = (work.review_request or "").strip()
-    first, _, rest = clean_text(written).partition("\n")
     found = forge.find_request(job.repo, branch)
     if found is None:
+        first, _, rest = clean_text(work.review_request or "").partition("\n")
         title, body = request_title(job, first), _request_body(job, rest)
-        base = work.default_branch
-        return forge.open_request(job.repo, branch, base, title, body)
-    if not _is_marked(job, found.title):
-        title = request_title(job, found.title)
-        forge.retitle_request(job.repo, found.number, title)
-        return msgspec.structs.replace(found, title=title)
-    return found
+        return forge.open_request(job.repo, branch, work.default_branch, title, body)
+    if _is_marked(job, found.title):
+        return found
+    title = request_title(job, found.title)
+    forge.retitle_request(job.repo, found.number, title)
+    return msgspec.structs.replace(found, title=title)
 
 
 _HIDDEN_MARKER = re.compile(r"<!--(?=\s*pidispatch)", re.IGNORECASE)
@@ -5784,13 +5740,12 @@ def request_title(job: Job, written: str) -> str:
     Markers that the agent wrote are removed; an empty line becomes flow and
     number, never text of the issue.
     """
-    title = _plain_line(written).lstrip("# ")
-    while (without := _TITLE_MARKER.sub("", title)) != title:
+    title = _plain_line(written)
+    while (without := _TITLE_MARKER.sub("", title).strip()) != title:
         title = without
-    title = " ".join(title.split())
+    title = " ".join(re.sub(r"^#{1,6}(?: |$)", "", title).split())
     if not title:
-        noun = FORGES[job.kind].issue_noun
-        title = f"{job.flow}: {noun} #{job.target.number}"
+        title = f"{job.flow}: {FORGES[job.kind].issue_noun} #{job.target.number}"
     return (title_marker(job.replica, job.replicas) + title)[:TITLE_CHARS].rstrip()
 
 
@@ -5813,23 +5768,16 @@ def _is_marked(job: Job, title: str) -> bool:
 def _request_body(job: Job, written: str) -> str:
     others = siblings(job.replica, job.replicas)
     branches = [branch_name(job.target.number, index) for index in others]
-    most = REQUEST_CHARS.get(job.kind, BODY_CHARS)
-    body = clean_text(written, most)
+    body = clean_text(written, REQUEST_CHARS.get(job.kind, BODY_CHARS))
     return render("request-body.md.j2", job=job, body=body, siblings=branches)
 
 
-def _say(forge: Forge, job: Job, work: Work, kind: str, **values: Any) -> None:
+def _say(forge: Forge, job: Job, work: Work, kind: str, **values: object) -> None:
     """Post one comment of a kind; the hidden marker, its last line, makes it one."""
     marker = f"<!-- pidispatch:{job.id}:{kind} -->"
+    shown = {"comment": clean_text(work.comment or ""), "marker": marker, **values}
     noun = FORGES[job.kind].request_noun
-    text = render(
-        f"comment-{kind}.md.j2",
-        job=job,
-        noun=noun,
-        comment=clean_text(work.comment or ""),
-        marker=marker,
-        **values,
-    )
+    text = render(f"comment-{kind}.md.j2", job=job, noun=noun, **shown)
     forge.comment(job.repo, job.target, text, marker)
 
 

@@ -11,10 +11,12 @@ import dataclasses
 import hashlib
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
 import threading
+import unicodedata
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -149,13 +151,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def answer(self, body: bytes) -> None:
-        pair = f"{USER}:{self.server.token}".encode()
-        known = f"Basic {base64.b64encode(pair).decode()}"
         given = self.headers.get("Authorization")
-        self.server.seen.append((self.command, self.path, given is not None))
+        self.server.seen.append((self.command, self.path, given))
         if any(fault(self) for fault in self.server.faults):
             return
-        if given != known:
+        if given != self.server.basic:
             self.reply(401, {"WWW-Authenticate": 'Basic realm="git"'}, b"")
             return
         self.backend(body)
@@ -195,7 +195,12 @@ class GitServer(ThreadingHTTPServer):
         self.token = TOKEN
         self.protocol_v2 = True
         self.faults: list[Fault] = []
-        self.seen: list[tuple[str, str, bool]] = []
+        self.seen: list[tuple[str, str, str | None]] = []
+
+    @property
+    def basic(self) -> str:
+        pair = f"{USER}:{self.token}".encode()
+        return f"Basic {base64.b64encode(pair).decode()}"
 
     @property
     def url(self) -> str:
@@ -215,19 +220,30 @@ def serve(root: Path) -> Iterator[GitServer]:
     server.server_close()
 
 
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[GitServer]:
     yield from serve(tmp_path / "forge")
 
 
-@pytest.fixture
-def origin(server: GitServer) -> Path:
-    """The forge's repository o/r: two commits on main."""
-    path = new_repository(server.root / "o" / "r.git")
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = new_repository(tmp_path_factory.mktemp("template") / "r.git")
     run_git("config", "http.receivepack", "true", at=path)
     first = commit(path, [], {"README": "one\n"}, "first")
     point(path, "refs/heads/main", commit(path, [first], {"code": "a\n" * 50}))
     return path
+
+
+@pytest.fixture
+def origin(server: GitServer, template: Path) -> Path:
+    """The forge's repository o/r: two commits on main."""
+    return Path(shutil.copytree(template, server.root / "o" / "r.git"))
 
 
 @pytest.fixture
@@ -427,10 +443,6 @@ class Bench:
         ref = f"refs/heads/{branch}"
         listed = run_git("for-each-ref", "--format=%(objectname)", ref, at=self.origin)
         return listed or None
-
-    def look(self, name: str) -> pd.Seen:
-        url, credential = self.forge.clone_url("o/r"), self.forge.credential("o/r")
-        return pd.look(self.mirrors.git, url, credential, name)
 
 
 @pytest.fixture
@@ -857,7 +869,8 @@ def test_a_redirect_is_not_followed(
         server.faults.append(status(302, headers=where))
         with pytest.raises(pd.Refused) as caught:
             bench.prepare(make_job())
-        assert caught.value.reason == "repository-unavailable"
+        assert caught.value.reason == "repository-unavailable", caught.value
+        assert "302" in caught.value.message, caught.value
         assert other.seen == []
 
 
@@ -876,7 +889,7 @@ def test_a_silent_server_is_left_after_the_bound_with_no_git_left_behind(
     mirrors = pd.Mirrors(bench.mirrors.root, bounds=bounds)
     with pytest.raises(pd.TimedOut):
         mirrors.prepare(bench.forge, make_job(), bench.outside)
-    assert not [line for line in descendants() if "git-remote-http" in line]
+    assert processes_of(mirrors.root) == []
     gone.set()
 
 
@@ -896,7 +909,7 @@ def test_a_url_that_is_not_plain_http_is_refused_before_git_runs(
     mirrors: pd.Mirrors, url: str
 ) -> None:
     with pytest.raises(pd.ConfigError) as caught:
-        pd.look(mirrors.git, url, pd.Credential(USER, TOKEN), "HEAD")
+        mirrors.git.look(pd.Remote(url, pd.Credential(USER, TOKEN)), "HEAD")
     assert "ghp_x" not in caught.value.message
 
 
@@ -909,16 +922,42 @@ def test_git_itself_refuses_other_transports(mirrors: pd.Mirrors, origin: Path) 
 def test_the_token_is_given_to_no_other_host(
     bench: Bench, server: GitServer, mirrors: pd.Mirrors
 ) -> None:
-    credential = pd.Credential(USER, TOKEN)
-    git, url = mirrors.git, "http://forge.example/o/r.git"
-    arguments = ("ls-remote", f"{server.url}/o/r.git")
-    done = git.remote(url, credential, *arguments, seconds=20)
+    other = pd.Remote("http://forge.example/o/r.git", pd.Credential(USER, TOKEN))
+    command = ("ls-remote", f"{server.url}/o/r.git")
+    done = mirrors.git.talk(other, *command, seconds=20)
     assert done.code
     assert server.seen and not any(known for _, _, known in server.seen)
 
 
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("Username for 'https://forge.example:8443': ", USER),
+        (f"Password for 'https://{USER}@forge.example:8443': ", TOKEN),
+        ("Username for 'https://forge.example': ", ""),
+        ("Username for 'https://forge.example:8443.evil.example': ", ""),
+        ("Username for 'http://proxy.example:3128': ", ""),
+        ("Password for 'http://user@proxy.example:3128': ", ""),
+        (f"Password for 'https://{USER}@xforge.example:8443': ", ""),
+        ("Enter passphrase for key: ", ""),
+        ("*", ""),
+    ],
+)
+def test_the_secret_answers_only_its_own_hosts_two_questions(
+    mirrors: pd.Mirrors, question: str, answer: str
+) -> None:
+    url = "https://forge.example:8443/o/r.git"
+    remote = pd.Remote(url, pd.Credential(USER, TOKEN))
+    with mirrors.git._secret(remote) as folder:
+        environment = {"PATH": os.environ["PATH"], "PIDISPATCH_ASKPASS": str(folder)}
+        command = [str(mirrors.root / "askpass"), question]
+        done = subprocess.run(command, env=environment, capture_output=True)
+    assert done.stdout.decode() == answer
+    assert (done.returncode == 0) == bool(answer)
+
+
 def test_no_setting_of_the_machine_or_the_user_reaches_git(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, server: GitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
@@ -936,29 +975,21 @@ def test_no_setting_of_the_machine_or_the_user_reaches_git(
     mirrors = pd.Mirrors(tmp_path / "fresh")
     mirrors.prepare(bench.forge, make_job(), bench.outside)
     assert not ran.exists()
+    assert {given for _, _, given in server.seen} == {None, server.basic}
 
 
-def descendants() -> list[str]:
-    """Arguments and environment of every process below this one, as they are."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-    ours, grown = {os.getpid()}, True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent in ours} - ours
-        grown, ours = bool(more), ours | more
+def processes_of(root: Path) -> list[str]:
+    """Arguments and environment of every git that works under `root` right now."""
     told = []
-    for pid in ours - {os.getpid()}:
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            raw = Path(f"/proc/{pid}/cmdline").read_bytes()
-            raw += b"\n" + Path(f"/proc/{pid}/environ").read_bytes()
+            raw = (process / "cmdline").read_bytes()
+            raw += b"\n" + (process / "environ").read_bytes()
         except OSError:
             continue
-        told.append(raw.replace(b"\0", b" ").decode("utf-8", "surrogateescape"))
+        text = raw.replace(b"\0", b" ").decode("utf-8", "surrogateescape")
+        if f"HOME={root} " in text:
+            told.append(text)
     return told
 
 
@@ -971,7 +1002,7 @@ def test_the_token_is_in_no_argument_and_no_environment_while_git_runs(
     modes: set[int] = set()
 
     def spy(handler: Handler) -> bool:
-        told.extend(descendants())
+        told.extend(processes_of(bench.mirrors.root))
         for folder in bench.mirrors.root.glob("askpass-*"):
             modes.add(folder.stat().st_mode & 0o777)
             modes.update(f.stat().st_mode & 0o777 for f in folder.iterdir())
@@ -1003,13 +1034,15 @@ def test_the_token_is_in_no_argument_and_no_environment_while_git_runs(
         base64.b64encode(f"{USER}:{TOKEN}".encode()).decode(),
         f"https://{USER}:{TOKEN}@forge.example/o/r",
         "https://someone:else@forge.example/o/r",
+        "https://someone:el/else@forge.example/o/r",
+        TOKEN[:8] + "\x00" + TOKEN[8:],
     ],
 )
 def test_what_git_says_is_redacted_and_capped(form: str) -> None:
-    text = pd._told(
-        f"fatal: {form} \x1b[31m\n" + "x" * 5_000, pd.Credential(USER, TOKEN)
-    )
+    remote = pd.Remote("https://forge.example/o/r", pd.Credential(USER, TOKEN))
+    text = remote.redact(f"fatal: {form} \x1b[31m\n" + "x" * 5_000)
     assert form not in text and "canary" not in text and "else" not in text
+    assert TOKEN not in text
     assert "\x1b" not in text
     assert len(text) <= pd.TOLD_CHARS
 
@@ -1352,7 +1385,7 @@ def test_a_small_bundle_of_a_huge_file_is_bounded_in_time(
     hostile: Hostile, bounds: pd.Bounds
 ) -> None:
     tip, _ = honest(hostile)
-    bundle = hostile.bundle(tip, zeros(4))
+    bundle = hostile.bundle(tip, zeros(1))
     assert bundle.stat().st_size < 8 * 2**20
     git = dataclasses.replace(hostile.mirror.git, bounds=bounds)
     hostile.mirror = pd.Mirror(git, hostile.mirror.path)
@@ -1565,6 +1598,20 @@ def test_a_ref_the_server_could_not_lock_is_worth_a_retry(bench: Bench) -> None:
     assert bench.publish(job, work).tip == bench.tip("pi/issue-7")
 
 
+def test_a_job_whose_branch_is_the_default_branch_pushes_nothing(
+    bench: Bench,
+) -> None:
+    """pidispatch never merges, not even into a branch that has its job's name."""
+    point(bench.origin, "refs/heads/pi/issue-7", str(bench.tip("main")))
+    run_git("symbolic-ref", "HEAD", "refs/heads/pi/issue-7", at=bench.origin)
+    job = make_job()
+    work = bench.work(job)
+    with pytest.raises(pd.Refused) as caught:
+        bench.publish(job, work)
+    assert caught.value.reason == "push-refused"
+    assert bench.tip("pi/issue-7") == bench.tip("main")
+
+
 def test_publishing_works_after_the_mirror_was_lost(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -1734,7 +1781,7 @@ def test_the_comment_counts_kept_commits(
     forge: MemoryForge, mirrors: pd.Mirrors, commits: int, said: str | None
 ) -> None:
     job = make_job(target="pull_request")
-    work = pd.Work(None, None, None, "1" * 40, None, "main", commits)
+    work = pd.Work(Path("kept"), None, None, "1" * 40, None, "main", commits)
     pd.publish_job(forge, mirrors, job, work)
     (comment,) = forge.comments
     assert (said or "without a comment") in comment
@@ -1797,6 +1844,8 @@ def test_without_a_title_the_fixed_text_is_used(written: str | None) -> None:
         ("[r1\u200b/2] A \u202efix\x07", "[r1/2] A fix"),
         ("A [r] fix [1/2]", "[r1/2] A [r] fix [1/2]"),
         ("A\tfix\u2028now", "[r1/2] A fix now"),
+        ("#7: a fix", "[r1/2] #7: a fix"),
+        ("[r2/2] # A fix", "[r1/2] A fix"),
     ],
 )
 def test_the_title_bears_the_right_marker_once(written: str, title: str) -> None:
@@ -1810,7 +1859,7 @@ def test_no_text_makes_a_title_that_breaks_the_rules(text: str) -> None:
     assert title.startswith("[r2/3] ") and len(title) > len("[r2/3] ")
     assert len(title) <= pd.TITLE_CHARS
     assert len(pd._TITLE_MARKER.findall(title)) == 1
-    assert title.isprintable() or any(not c.isprintable() for c in text)
+    assert not any(unicodedata.category(c) in ("Cc", "Cf", "Zl") for c in title)
     assert pd.request_title(job, title) == title
     assert "own words" not in title
 

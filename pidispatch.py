@@ -784,7 +784,10 @@ def resource(*parts: str) -> Path:
     beside = Path(__file__).parent
     if (beside / "templates").is_dir():
         return beside.joinpath(*parts)
-    return Path(str(files("pidispatch_data"))).joinpath(*parts)
+    found = files("pidispatch_data")
+    for part in parts:  # one by one: the package is a namespace, no directory itself
+        found = found / part
+    return Path(str(found))
 
 
 # =============================================================================
@@ -2699,10 +2702,15 @@ class GitHub(ApiForge):
     # --- who asked
 
     def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
-        """`association` belongs to the author, so it decides only for them."""
-        if event.action == "labeled":
-            return "allowed"
+        """`association` belongs to the author, so it decides only for them.
+
+        Only collaborators label, but an issue form puts its own labels on in the
+        reporter's name: a label of an author who does not steer is asked about.
+        """
         acted = event.actor and event.author and event.actor.id == event.author.id
+        if event.action == "labeled":
+            stranger = acted and event.association not in self.steers
+            return "ask" if stranger else "allowed"
         if event.action == "closed" or not acted or event.association is None:
             return "ask"
         if event.association not in self.steers:
@@ -3465,7 +3473,6 @@ class Store(Reader):
         `hourly` is the most deliveries an hour for one target; 0 is no limit.
         """
         admission = self._write(lambda db: _admit(db, delivery, jobs, hourly))
-        self.count(admission.status)
         if admission.status == "queued":
             self.work.set()
         return admission
@@ -3500,9 +3507,7 @@ class Store(Reader):
 
     def count(self, word: str) -> None:
         """Add one to a counter; the only trace that a dropped delivery leaves."""
-        sql = """INSERT INTO counters (name, n) VALUES (?, 1)
-                 ON CONFLICT (name) DO UPDATE SET n = n + 1"""
-        self._write(lambda db: db.execute(sql, (word,)))
+        self._write(lambda db: _count(db, word))
 
     def set_base(self, set_id: str, base: str, request: str | None) -> Workspace | None:
         """The set's commits: the first caller's stand, every later one gets them.
@@ -3724,7 +3729,21 @@ def _one(db: sqlite3.Connection, sql: str, values: tuple[Any, ...]) -> None:
         raise Fenced("the claim on this job was lost")
 
 
+def _count(db: sqlite3.Connection, word: str) -> None:
+    sql = """INSERT INTO counters (name, n) VALUES (?, 1)
+             ON CONFLICT (name) DO UPDATE SET n = n + 1"""
+    db.execute(sql, (word,))
+
+
 def _admit(
+    db: sqlite3.Connection, delivery: Delivery, jobs: Sequence[Job], hourly: int
+) -> Admission:
+    admission = _judged(db, delivery, jobs, hourly)
+    _count(db, admission.status)
+    return admission
+
+
+def _judged(
     db: sqlite3.Connection, delivery: Delivery, jobs: Sequence[Job], hourly: int
 ) -> Admission:
     if _known(db, delivery):
@@ -7577,7 +7596,9 @@ class Service:
         if worker:
             self.workers.start()
             self._works = True
-        self.triggers.watch()
+        self.triggers.watch(
+            lambda problem: self.store.set_flag("triggers-problem", problem)
+        )
         self.inbox.start()
         self.edge.start()
         log.info("serving", extra={"fields": {"port": self.edge.port}})

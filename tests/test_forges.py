@@ -640,6 +640,9 @@ def test_only_those_who_may_label_can_so_the_payload_decides() -> None:
     for source in ("payload", "api"):
         forge = github(github_authority=source)
         assert forge.authority(acted("labeled", "NONE", OTHER)) == "allowed"
+        # T24: an issue form labels in the reporter's own name
+        assert forge.authority(acted("labeled", "NONE")) == "ask"
+        assert forge.authority(acted("labeled", "OWNER")) == "allowed"
 
 
 def test_closing_is_always_asked_because_authors_may_close_their_own() -> None:

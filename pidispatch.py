@@ -4149,9 +4149,12 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class BoxExit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a box left behind. `tokens` and `forks` are the gate's own count."""
+    """What a box left behind. `tokens` and `forks` are the gate's own count.
 
-    code: int
+    `code` is None when the container is gone and nobody can say how it ended.
+    """
+
+    code: int | None
     oom: bool = False
     result: Result | None = None
     tokens: Tokens | None = None
@@ -4173,6 +4176,8 @@ class Box(Protocol):
     def stop(self) -> None: ...
 
     def collect(self, into: Path) -> BoxExit: ...
+
+    def log(self) -> bytes: ...
 
     def remove(self) -> None: ...
 
@@ -4266,6 +4271,22 @@ def tar_of(files: Mapping[str, bytes | Path]) -> IO[bytes]:
 
 def _folders(name: str) -> Iterator[PurePosixPath]:
     return (p for p in PurePosixPath(name).parents if str(p) != ".")
+
+
+@contextlib.contextmanager
+def engine_answers() -> Iterator[None]:
+    """Turns the SDK's many ways of saying that the engine is away into one."""
+    import docker
+    import requests
+
+    try:
+        yield
+    except (
+        docker.errors.DockerException,
+        requests.exceptions.RequestException,
+        OSError,
+    ) as error:
+        raise InfraError(f"the engine does not answer: {error}") from error
 
 
 class DockerEngine:
@@ -4548,7 +4569,8 @@ class DockerBox:
         """Create the network, and the gate in a thread beside what comes next."""
         box = cls(engine, spec.job, spec.attempt)
         box.spec = spec
-        engine.remove_job(spec.job)  # what an earlier attempt left
+        if spec.attempt > 1:
+            engine.remove_job(spec.job)  # what the earlier attempt left
         box.outer = engine.outer_network()
         labels = engine.labels(spec.job, spec.attempt, "network")
         box.subnet = engine.create_job_network(network_name(spec.job), labels)
@@ -4668,38 +4690,45 @@ class DockerBox:
         ]
 
     def wait(self, seconds: int) -> bool:
-        """Whether the job container ended within that time."""
+        """Whether the job container ended, or is gone, within that time."""
         import docker
         import requests
 
-        try:
-            self.engine.api.wait(self.name, timeout=seconds)
-        except (requests.exceptions.ConnectionError, requests.exceptions.ReadTimeout):
-            return not self._alive()
-        except docker.errors.NotFound:
-            return True
+        with engine_answers():
+            try:
+                self.engine.api.wait(self.name, timeout=seconds)
+            except docker.errors.NotFound:
+                return True
+            except (
+                requests.exceptions.ConnectionError,
+                requests.exceptions.ReadTimeout,
+            ):
+                state = self._state()
+                return state is None or not state["Running"]
         return True
 
-    def _alive(self) -> bool:
+    def _state(self) -> dict[str, Any] | None:
+        """The job container's state as the engine tells it; None when it is gone."""
         import docker
 
         try:
-            state = self.engine.api.inspect_container(self.name)["State"]
+            state: dict[str, Any] = self.engine.api.inspect_container(self.name)[
+                "State"
+            ]
         except docker.errors.NotFound:
-            return False
-        return bool(state["Running"])
+            return None
+        return state
 
     def stop(self) -> None:
         """TERM, ten seconds, KILL, and look that it is gone."""
         import docker
 
-        with contextlib.suppress(docker.errors.NotFound):
+        with engine_answers(), contextlib.suppress(docker.errors.NotFound):
             self.engine.api.stop(self.name, timeout=STOP_GRACE_SECONDS)
-        if self._alive():
-            with contextlib.suppress(docker.errors.APIError):
+            if not self.wait(1):
                 self.engine.api.kill(self.name)
-            if not self.wait(STOP_GRACE_SECONDS):
-                raise InfraError(f"{self.name} does not stop", "restart the engine")
+                if not self.wait(STOP_GRACE_SECONDS):
+                    raise InfraError(f"{self.name} does not stop")
 
     def collect(self, into: Path) -> BoxExit:
         """Read the exit, the meter and the outbox; `into` gets the bundle.
@@ -4707,21 +4736,22 @@ class DockerBox:
         An outbox entry that is not a plain file of a sane size spoils the outbox,
         never the meter: what was paid is counted whatever the box did.
         """
-        state = self.engine.api.inspect_container(self.name)["State"]
-        tokens, forks, spent = meter_of(self._lines(self.gate))
-        ended = BoxExit(
-            code=state["ExitCode"],
-            oom=bool(state.get("OOMKilled")) and state["ExitCode"] != 0,
-            result=result_of(self._lines(self.name)),
-            tokens=tokens,
-            forks=forks,
-            budget_spent=spent,
-        )
-        try:
-            outbox = self._outbox(into)
-        except Refused as refusal:
-            log.warning("outbox-refused %s: %s", self.job, refusal)
-            outbox = {"outbox_refused": True}
+        with engine_answers():
+            state = self._state()
+            tokens, forks, spent = meter_of(self._lines(self.gate))
+            ended = BoxExit(
+                code=state["ExitCode"] if state else None,
+                oom=bool(state and state.get("OOMKilled") and state["ExitCode"]),
+                result=result_of(self._lines(self.name)),
+                tokens=tokens,
+                forks=forks,
+                budget_spent=spent,
+            )
+            try:
+                outbox = self._outbox(into) if state else {}
+            except Refused as refusal:
+                log.warning("outbox-refused %s: %s", self.job, refusal)
+                outbox = {"outbox_refused": True}
         return msgspec.structs.replace(ended, **outbox)
 
     def _outbox(self, into: Path) -> dict[str, Any]:
@@ -4751,6 +4781,12 @@ class DockerBox:
         except docker.errors.NotFound:
             return []
         return text.decode("utf-8", "replace").splitlines()
+
+    def log(self) -> bytes:
+        """All that the job wrote to its stdout, as far as the engine kept it."""
+        with engine_answers():
+            text: bytes = self.engine.api.logs(self.name, stderr=False)
+        return text
 
     def remove(self) -> None:
         if self._gate_thread:
@@ -5851,6 +5887,8 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
         return Verdict("policy", "oom-killed")
     if ended.outbox_refused:
         return Verdict("policy", "outbox-refused")
+    if ended.code is None:
+        return Verdict("failed", "lost")
     if ended.code == 0:
         done = ended.result is not None and ended.result.code == 0
         return Verdict("completed", None) if done else Verdict("failed", "no-result")
@@ -6297,9 +6335,9 @@ class Dispatcher:
             self._settle(attempt, self._attend(attempt))
         except (Leaving, Fenced):
             return
-        except PidispatchError as error:
-            log.warning("job-adoption-failed %s: %s", claimed.job.id, error)
-            self._give_up(attempt, "lost")
+        except Exception:
+            log.exception("job-failed-inside %s", claimed.job.id)
+            self._give_up(attempt, "internal-error")
 
     def _start(self, attempt: Attempt) -> None:
         assert attempt.box and attempt.started_at is not None
@@ -6318,13 +6356,27 @@ class Dispatcher:
 
     def _attend(self, attempt: Attempt) -> str | None:
         """Wait for the end; returns the reason if it was we who ended it."""
-        assert attempt.box and attempt.started_at is not None
-        while not attempt.box.wait(1):
+        box = attempt.box
+        assert box and attempt.started_at is not None
+        while not self._patiently(lambda: box.wait(1)):
             reason = self._stop_reason(attempt)
             if reason:
-                attempt.box.stop()
+                self._patiently(box.stop)
                 return reason
         return None
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """Ask an engine that may be away; what it runs for us is paid for.
+
+        Raises `Leaving` when we stop before it answers: the next start asks.
+        """
+        while True:
+            try:
+                return ask()
+            except InfraError as error:
+                log.warning("engine-away: %s", error)
+                if self.leaving.wait(1.0):
+                    raise Leaving from error
 
     def _stop_reason(self, attempt: Attempt) -> str | None:
         assert attempt.started_at is not None
@@ -6342,7 +6394,10 @@ class Dispatcher:
         """Collect what the box left, judge it, record it, then clean and publish."""
         assert attempt.box
         kept = self.kept_dir(attempt.job)
-        ended = attempt.box.collect(kept)
+        box = attempt.box
+        ended = self._patiently(lambda: box.collect(kept))
+        if attempt.settings.capture_logs:
+            self._keep_log(attempt.job, box)
         keep_texts(kept, ended)
         verdict = verdict_of(ended, stopped)
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
@@ -6353,6 +6408,15 @@ class Dispatcher:
         if verdict.outcome == "retry":
             verdict = Verdict("failed", verdict.reason)
         self._finish(attempt, verdict, ended)
+
+    def _keep_log(self, job: Job, box: Box) -> None:
+        """The box's own lines, its newest LOG_MAX_BYTES; cut where it says so (T45)."""
+        folder = self.settings.state_dir / "logs"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        text = self._patiently(box.log)
+        if len(text) > LOG_MAX_BYTES:
+            text = b"[earlier lines were cut]\n" + text[-LOG_MAX_BYTES:]
+        write_private(folder / f"{container_name(job.id)}.log", text)
 
     def _finish(
         self, attempt: Attempt, verdict: Verdict, ended: BoxExit | None
@@ -6381,11 +6445,6 @@ class Dispatcher:
         """Trouble that may pass. Before the container it costs nothing."""
         log.warning("job-trouble %s: %s", attempt.job.id, error)
         now = self.clock()
-        if attempt.started_at is not None:
-            # paid for, and the engine does not say what became of it: the next
-            # start reconciles the row with the container
-            self._give_up(attempt, "lost")
-            return
         self._remove(attempt)
         if now - attempt.claimed.queued_at > DEFER_GIVE_UP_SECONDS:
             self._give_up(attempt, "infra")
@@ -6665,8 +6724,8 @@ class Workers:
                 if not self._one():
                     self.store.work.wait(1.0)
                     self.store.work.clear()
-            except PidispatchError as error:
-                log.warning("worker-trouble: %s", error)
+            except Exception:  # the loop's edge: a worker outlives its troubles
+                log.exception("worker-trouble")
                 self._stopping.wait(1.0)
 
     def _one(self) -> bool:
@@ -6689,8 +6748,8 @@ class Workers:
                     swept = self.dispatcher.clock()
                     self.store.sweep()
                     sweep_files(self.dispatcher.settings, time.time())
-            except PidispatchError as error:
-                log.warning("janitor-trouble: %s", error)
+            except Exception:
+                log.exception("janitor-trouble")
 
 
 def sweep_files(settings: Settings, now: float) -> None:
@@ -6721,8 +6780,7 @@ def lock_file(path: Path) -> IO[str]:
     except OSError as error:
         held.close()
         raise ConfigError(
-            f"another worker already works on {path.with_suffix('').with_suffix('')}",
-            "stop it, or name another file with --db",
+            f"another worker holds {path}", "stop it, or name another file with --db"
         ) from error
     return held
 

@@ -40,7 +40,7 @@ pid_file_names() {
 }
 
 engine_start() {
-    local lock n
+    local n
     exec 9>"$ENGINE_PID_FILE.lock"
     flock -w 120 9 || return 1
     if engine_answers; then exec 9>&-; return 0; fi

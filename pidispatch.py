@@ -4844,13 +4844,15 @@ def write_private(path: Path, content: bytes) -> None:
 # inside anything a box wrote. Knows nothing of Docker.
 # =============================================================================
 
-#: Refusals of the way out (45-box-contracts, "The result"), and of a repository
-#: that is gone, moved, empty or not readable as we need it.
+#: Refusals of the way out: of the result, of the push, of the forge's API, and of
+#: a repository that is gone, moved, empty or not readable as we need it.
 PUBLISH_REFUSALS = (
     "bundle-refused",
     "branch-moved",
     "push-refused",
     "workflow-permission",
+    "request-refused",
+    "comment-refused",
     "repository-unavailable",
 )
 
@@ -4910,10 +4912,7 @@ _REMOTE_FAULTS: tuple[tuple[str, str | None], ...] = (
     (r"Authentication failed|could not read (?:User|Pass)", "forge-token-unavailable"),
     (r"returned error: 40[13]\b", "forge-token-unavailable"),
     (r"returned error: (?:3|4)\d\d", "repository-unavailable"),
-    (
-        r"^fatal: repository .* not found|redirect(?:ion|ed)?\b[^/]*$",
-        "repository-unavailable",
-    ),
+    (r"^fatal: repository .* not found", "repository-unavailable"),
 )
 _PUSH_FAULTS: tuple[tuple[str, str | None], ...] = (
     (r"^!\t\S+\t\[rejected\]", "branch-moved"),
@@ -4923,7 +4922,7 @@ _PUSH_FAULTS: tuple[tuple[str, str | None], ...] = (
         r"|internal (?:server )?error|unable to create temporary",
         None,
     ),
-    (r"^!\t\S+\t\[remote |returned error: 40[34]", "push-refused"),
+    (r"^!\t\S+\t\[remote |returned error: 4(?:03|04|13)\b", "push-refused"),
     *_REMOTE_FAULTS,
 )
 _FIXES = {
@@ -4972,6 +4971,13 @@ class Done(NamedTuple):
     code: int
     out: bytes
     err: str
+
+
+class Seen(NamedTuple):
+    """What one look at a remote showed: the ref HEAD names, and commits by ref."""
+
+    head: str | None
+    refs: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -5025,9 +5031,9 @@ def _fault(
     flags = re.IGNORECASE | re.MULTILINE
     reasons = (reason for pattern, reason in table if re.search(pattern, said, flags))
     reason, message = next(reasons, None), f"{doing} failed: {said or 'no word of git'}"
-    return (
-        Refused(reason, message, _FIXES.get(reason)) if reason else InfraError(message)
-    )
+    if reason is None:
+        return InfraError(message)
+    return Refused(reason, message, _FIXES.get(reason))
 
 
 @dataclass(frozen=True)
@@ -5042,7 +5048,7 @@ class Git:
     protocols: tuple[str, ...] = ("http", "https")
     bounds: Bounds = Bounds()
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, at: Path | None, secret: Path | None) -> dict[str, str]:
         """The whole environment of a git command; holds no token."""
         config = {
             f"GIT_CONFIG_{part}_{i}": text
@@ -5052,6 +5058,9 @@ class Git:
         return {
             **{k: v for k, v in os.environ.items() if GIT_INHERITS.fullmatch(k)},
             **config,
+            **({"GIT_DIR": str(at)} if at else {}),
+            **({"PIDISPATCH_ASKPASS": str(secret)} if secret else {}),
+            "GIT_ASKPASS": str(self.private / "askpass"),
             "GIT_CONFIG_COUNT": str(len(GIT_CONFIG)),
             "GIT_CONFIG_NOSYSTEM": "1",
             "GIT_CONFIG_GLOBAL": os.devnull,
@@ -5067,6 +5076,7 @@ class Git:
     def call(
         self,
         *arguments: str,
+        at: Path | None = None,
         feed: bytes | int = b"",
         sink: int | None = None,
         seconds: float | None = None,
@@ -5075,44 +5085,40 @@ class Git:
     ) -> Done:
         """Run one command to its end and say how it went.
 
-        `feed` is its input, bytes or an open file; `sink` a file for its output;
-        `secret` a directory that askpass reads; `before` runs in the child.
-        Raises `TimedOut`, and `InfraError` when git cannot be started.
+        `at` is the repository; `feed` the input, bytes or an open file; `sink` a
+        file for the output; `secret` a directory that askpass reads; `before`
+        runs in the child. Raises `TimedOut`, and `InfraError` without git.
         """
         import subprocess
 
-        asked = {"GIT_ASKPASS": str(self.private / "askpass")} if secret else {}
-        with contextlib.ExitStack() as ending:
-            try:
-                child = subprocess.Popen(
-                    ["git", *arguments],
-                    cwd=self.private,
-                    env={
-                        **self.environment(),
-                        **asked,
-                        "PIDISPATCH_ASKPASS": f"{secret}",
-                    },
-                    stdin=feed if isinstance(feed, int) else subprocess.PIPE,
-                    stdout=subprocess.PIPE if sink is None else sink,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                    preexec_fn=before,
-                )
-                ending.callback(_end, child)
-                given = None if isinstance(feed, int) else feed
-                out, err = child.communicate(given, seconds or self.bounds.local)
-            except subprocess.TimeoutExpired as error:
-                raise TimedOut(f"git {arguments[0]} took too long") from error
-            except OSError as error:
-                raise InfraError(
-                    f"git did not start: {error}", "install git"
-                ) from error
+        try:
+            child = subprocess.Popen(
+                ["git", *arguments],
+                cwd=self.private,
+                env=self.environment(at, secret),
+                stdin=feed if isinstance(feed, int) else subprocess.PIPE,
+                stdout=subprocess.PIPE if sink is None else sink,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=before,
+            )
+        except OSError as error:
+            raise InfraError(f"git did not start: {error}", "install git") from error
+        given = None if isinstance(feed, int) else feed
+        try:
+            out, err = child.communicate(given, seconds or self.bounds.local)
+        except subprocess.TimeoutExpired as error:
+            raise TimedOut(f"git {arguments[0]} took too long") from error
+        finally:
+            _end(child)
         return Done(child.returncode, out or b"", err.decode("utf-8", "replace"))
 
-    def talk(self, remote: Remote, *arguments: str, seconds: float) -> Done:
+    def talk(
+        self, remote: Remote, *arguments: str, seconds: float, at: Path | None = None
+    ) -> Done:
         """A command that talks to `remote`; its messages come back redacted."""
         with self._secret(remote) as secret:
-            done = self.call(*arguments, seconds=seconds, secret=secret)
+            done = self.call(*arguments, at=at, seconds=seconds, secret=secret)
         return done._replace(err=remote.redact(done.err))
 
     @contextlib.contextmanager
@@ -5125,9 +5131,9 @@ class Git:
             raise ConfigError("a forge token holds a line break")
         folder = Path(tempfile.mkdtemp(prefix="askpass-", dir=self.private))
         try:
-            _write_private(folder / "host", f"{host}\n")
-            _write_private(folder / "username", credential.username)
-            _write_private(folder / "password", credential.password)
+            write_private(folder / "host", f"{host}\n".encode())
+            write_private(folder / "username", credential.username.encode())
+            write_private(folder / "password", credential.password.encode())
             yield folder
         finally:
             shutil.rmtree(folder)
@@ -5138,23 +5144,14 @@ class Git:
         done = self.talk(remote, *command, seconds=self.bounds.look)
         if done.code:
             raise _fault(done.err, "reading the repository", _REMOTE_FAULTS)
-        lines = done.out.decode("utf-8", "replace").splitlines()
-        pairs = [(name, value) for value, _, name in (x.partition("\t") for x in lines)]
-        heads = (
-            v for n, v in pairs if n == "HEAD" and v.startswith("ref: refs/heads/")
-        )
-        refs = {n: v for n, v in pairs if n in names and _OBJECT_ID.fullmatch(v)}
-        return Seen(next(heads, "").removeprefix("ref: ") or None, refs)
-
-
-_OBJECT_ID = re.compile(r"[0-9a-f]{40}")
-
-
-class Seen(NamedTuple):
-    """What one look at a remote showed: the ref HEAD names, and commits by ref."""
-
-    head: str | None
-    refs: Mapping[str, str]
+        head, refs = None, {}
+        for line in done.out.decode("utf-8", "replace").splitlines():
+            value, _, name = line.partition("\t")
+            if name == "HEAD" and value.startswith("ref: refs/heads/"):
+                head = value.removeprefix("ref: ")
+            elif name in names and re.fullmatch(r"[0-9a-f]{40}", value):
+                refs[name] = value
+        return Seen(head, refs)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -5165,12 +5162,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.communicate()
 
 
-def _write_private(path: Path, content: str, mode: int = 0o600) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, mode), "w", encoding="utf-8") as sink:
-        sink.write(content)
-
-
 @dataclass(frozen=True)
 class Repository:
     """A bare repository of ours and the git that works on it."""
@@ -5179,7 +5170,7 @@ class Repository:
     path: Path
 
     def call(self, *arguments: str, **how: Any) -> Done:
-        return self.git.call(f"--git-dir={self.path}", *arguments, **how)
+        return self.git.call(*arguments, at=self.path, **how)
 
     def run(self, *arguments: str, **how: Any) -> bytes:
         """The output of a local command; raises `InfraError` when it fails."""
@@ -5188,13 +5179,9 @@ class Repository:
             raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
         return done.out
 
-    def talk(self, remote: Remote, *arguments: str, seconds: float) -> Done:
-        at = f"--git-dir={self.path}"
-        return self.git.talk(remote, at, *arguments, seconds=seconds)
-
     def create(self) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)
-        self.run("init", "--bare", "--quiet", "--template=", str(self.path))
+        self.run("init", "--bare", "--quiet", "--template=")
 
 
 @dataclass(frozen=True)
@@ -5247,7 +5234,8 @@ class Mirror(Repository):
         """False when the remote does not give one of `wants`; writes no ref."""
         options = ("--quiet", "--no-tags", "--no-write-fetch-head")
         command = ("fetch", *options, "--no-recurse-submodules", "--", remote.url)
-        done = self.talk(remote, *command, *wants, seconds=self.git.bounds.fetch)
+        bound = self.git.bounds.fetch
+        done = self.git.talk(remote, *command, *wants, seconds=bound, at=self.path)
         if done.code == 0:
             return True
         if re.search(r"not our ref|unadvertised object|remote ref", done.err):
@@ -5383,7 +5371,8 @@ def _install_askpass(root: Path) -> None:
     if script.exists() and script.read_text("utf-8") == ASKPASS:
         return
     fresh = root / f"askpass.{secrets.token_hex(8)}"
-    _write_private(fresh, ASKPASS, 0o700)
+    write_private(fresh, ASKPASS.encode())
+    fresh.chmod(0o700)
     fresh.replace(script)
 
 
@@ -5665,7 +5654,8 @@ def push(
     options = ("--porcelain", "--no-progress", "--no-verify", "--no-follow-tags")
     expected = f"--force-with-lease={ref}:{lease or ''}"
     command = ("push", *options, "--recurse-submodules=no", expected, "--", remote.url)
-    done = quarantine.talk(remote, *command, f"{tip}:{ref}", seconds=git.bounds.push)
+    at, bound = quarantine.path, git.bounds.push
+    done = git.talk(remote, *command, f"{tip}:{ref}", seconds=bound, at=at)
     if done.code:
         told = remote.redact(done.out.decode("utf-8", "replace"))
         raise _fault(f"{done.err}\n{told}", f"pushing {branch}", _PUSH_FAULTS)
@@ -5707,24 +5697,34 @@ class Published:
     request: Request | None = None
 
 
-def publish_job(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Published:
+def publish_job(
+    forge: Forge,
+    mirrors: Mirrors,
+    job: Job,
+    work: Work,
+    pushed: Callable[[str], None] | None = None,
+) -> Published:
     """Put a finished job's work on the forge; safe to repeat at any time.
 
     An issue's job gets its branch, one request and one comment, a request's job
-    only the comment. A determinate refusal is commented once and raised again;
-    `InfraError` means: try later.
+    only the comment. `pushed` is told the commit as soon as it is on the forge.
+    A determinate refusal is commented once and raised again; `InfraError` means:
+    try later.
     """
     if job.target.type == "pull_request":
         _say(forge, job, work, "review", commits=work.commits if work.bundle else 0)
         return Published()
     try:
-        published = _publish_branch(forge, mirrors, job, work)
+        tip = _push_result(forge, mirrors, job, work)
+        if tip and pushed:
+            pushed(tip)
+        request = _one_request(forge, job, work) if tip else None
     except Refused as refusal:
-        if refusal.reason in PUBLISH_REFUSALS:
+        with contextlib.suppress(Refused):
             _say(forge, job, work, "refused", refusal=refusal)
         raise
-    _say(forge, job, work, "result", request=published.request)
-    return published
+    _say(forge, job, work, "result", request=request)
+    return Published(tip, request)
 
 
 def publish_to(
@@ -5742,32 +5742,37 @@ def publish_to(
     return quarantine.tip
 
 
-def _publish_branch(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Published:
-    branch = job.branch
-    if branch is None or work.bundle is None:
-        return Published()
-    if branch == work.default_branch:
-        raise Refused("push-refused", f"{branch} is the default branch")
+def _push_result(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> str | None:
+    """The commit now on the job's branch, None when the job changed nothing."""
+    if job.branch is None or work.bundle is None:
+        return None
+    if job.branch == work.default_branch:
+        raise Refused("push-refused", f"{job.branch} is the default branch")
     remote = Remote.of(forge, job.repo)
     mirror = mirrors.restore(remote, job, work)
     with check_bundle(mirror, work.bundle, work.base) as quarantine:
         if not quarantine.commits:
-            return Published()
-        push(quarantine, remote, branch, work.lease, work.ours)
-    return Published(quarantine.tip, _one_request(forge, job, work, branch))
+            return None
+        push(quarantine, remote, job.branch, work.lease, work.ours)
+    return quarantine.tip
 
 
-def _one_request(forge: Forge, job: Job, work: Work, branch: str) -> Request:
-    """The open request of exactly this branch, opened if there is none."""
-    found = forge.find_request(job.repo, branch)
-    if found is None:
-        first, _, rest = clean_text(work.review_request or "").partition("\n")
-        title, body = request_title(job, first), _request_body(job, rest)
-        return forge.open_request(job.repo, branch, work.default_branch, title, body)
-    if _is_marked(job, found.title):
-        return found
-    title = request_title(job, found.title)
-    forge.retitle_request(job.repo, found.number, title)
+def _one_request(forge: Forge, job: Job, work: Work) -> Request:
+    """The open request of exactly the job's branch, opened if there is none."""
+    assert job.branch
+    first, _, rest = clean_text(work.review_request or "").partition("\n")
+    try:
+        found = forge.find_request(job.repo, job.branch)
+        if found is None:
+            title, body = request_title(job, first), _request_body(job, rest)
+            into = work.default_branch
+            return forge.open_request(job.repo, job.branch, into, title, body)
+        if _is_marked(job, found.title):
+            return found
+        title = request_title(job, found.title)
+        forge.retitle_request(job.repo, found.number, title)
+    except Rejected as error:
+        raise Refused("request-refused", error.message, error.fix) from error
     return msgspec.structs.replace(found, title=title)
 
 
@@ -5821,10 +5826,9 @@ def _is_marked(job: Job, title: str) -> bool:
 
 
 def _request_body(job: Job, written: str) -> str:
-    others = siblings(job.replica, job.replicas)
-    branches = [branch_name(job.target.number, index) for index in others]
     body = clean_text(written, REQUEST_CHARS.get(job.kind, BODY_CHARS))
-    return render("request-body.md.j2", job=job, body=body, siblings=branches)
+    others = sibling_branches(job)
+    return render("request-body.md.j2", job=job, body=body, siblings=others)
 
 
 def _say(forge: Forge, job: Job, work: Work, kind: str, **values: object) -> None:
@@ -5833,7 +5837,10 @@ def _say(forge: Forge, job: Job, work: Work, kind: str, **values: object) -> Non
     shown = {"comment": clean_text(work.comment or ""), "marker": marker, **values}
     noun = FORGES[job.kind].request_noun
     text = render(f"comment-{kind}.md.j2", job=job, noun=noun, **shown)
-    forge.comment(job.repo, job.target, text, marker)
+    try:
+        forge.comment(job.repo, job.target, text, marker)
+    except Rejected as error:
+        raise Refused("comment-refused", error.message, error.fix) from error
 
 
 # =============================================================================

@@ -7,6 +7,7 @@ Basic authentication; only the forge's API is a double.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -884,12 +885,19 @@ def test_a_silent_server_is_left_after_the_bound_with_no_git_left_behind(
     bench: Bench, server: GitServer
 ) -> None:
     gone = threading.Event()
-    server.faults.append(lambda handler: gone.wait(20))
+    ended: list[bool] = []
+
+    def hang(handler: Handler) -> bool:
+        ended.append(gone.wait(20))
+        return True
+
+    server.faults.append(hang)
     bounds = pd.Bounds(look=0.3)
     mirrors = pd.Mirrors(bench.mirrors.root, bounds=bounds)
     with pytest.raises(pd.TimedOut):
         mirrors.prepare(bench.forge, make_job(), bench.outside)
     assert processes_of(mirrors.root) == []
+    assert ended == [], "git was waited for"
     gone.set()
 
 
@@ -1665,13 +1673,14 @@ def test_the_request_has_the_marker_the_text_and_the_provenance(bench: Bench) ->
     assert (head, base) == ("pi/issue-7-r1", "main")
     assert request.title == "[r1/3] A fix"
     body = bench.forge.bodies[request.number]
-    assert body.startswith("It fixes.\n")
+    assert body.startswith("It fixes.\n\n---\n")
     last = body.rstrip().splitlines()[-1]
     assert job.id in last and "Replica 1 of 3" in last
     assert "`pi/issue-7-r2`, `pi/issue-7-r3`" in last
     (comment,) = bench.forge.comments
-    assert comment.startswith(f"Replica 1 of 3. The result is in {request.url}.\n")
-    assert "\nDone.\n" in comment
+    marker = f"<!-- pidispatch:{job.id}:result -->"
+    result = f"The result is in {request.url}."
+    assert comment == f"Replica 1 of 3.\n{result}\n\nDone.\n\n{marker}\n"
 
 
 def test_a_plain_job_speaks_of_no_replica(bench: Bench) -> None:
@@ -1786,6 +1795,88 @@ def test_the_comment_counts_kept_commits(
     (comment,) = forge.comments
     assert (said or "without a comment") in comment
     assert ("kept" in comment) == (commits > 0)
+
+
+def rejected() -> pd.Rejected:
+    return pd.Rejected("the forge said no", 422)
+
+
+def test_a_request_the_forge_refuses_is_told_once_and_the_branch_stays(
+    bench: Bench,
+) -> None:
+    job = make_job()
+    work = bench.work(job)
+    tips: list[str] = []
+    bench.forge.fail.append(rejected())
+    with pytest.raises(pd.Refused) as caught:
+        pd.publish_job(bench.forge, bench.mirrors, job, work, tips.append)
+    assert caught.value.reason == "request-refused"
+    assert tips == [bench.tip("pi/issue-7")]
+    (comment,) = bench.forge.comments
+    assert "request-refused" in comment and "Done." in comment
+
+
+def test_a_comment_the_forge_refuses_leaves_the_request(bench: Bench) -> None:
+    job = make_job()
+    work = bench.work(job)
+
+    def locked(*_: object) -> None:
+        raise rejected()
+
+    setattr(bench.forge, "comment", locked)  # noqa: B010
+    with pytest.raises(pd.Refused) as caught:
+        bench.publish(job, work)
+    assert caught.value.reason == "comment-refused"
+    assert bench.forge.titles == ["A fix"]
+
+
+def test_the_first_refusal_is_named_when_its_comment_is_refused_too(
+    bench: Bench,
+) -> None:
+    job = make_job()
+    work = bench.work(job)
+    bench.forge.token = "revoked"
+    bench.forge.fail.append(rejected())
+    with pytest.raises(pd.Refused) as caught:
+        bench.publish(job, work)
+    assert caught.value.reason == "forge-token-unavailable"
+    assert bench.forge.comments == []
+
+
+def test_the_pushed_commit_is_told_before_anything_else_can_fail(
+    bench: Bench,
+) -> None:
+    job = make_job()
+    work = bench.work(job)
+    tips: list[str] = []
+    bench.forge.fail.append(pd.InfraError("killed here"))
+    for _ in range(2):
+        with contextlib.suppress(pd.InfraError):
+            pd.publish_job(bench.forge, bench.mirrors, job, work, tips.append)
+    assert tips == [bench.tip("pi/issue-7")] * 2
+
+
+REFUSED = ["bundle-refused", "branch-moved", "push-refused", "workflow-permission"]
+
+
+@pytest.mark.parametrize("reason", [*REFUSED, "request-refused", "sha-gone"])
+@pytest.mark.parametrize("replica", [None, 2])
+def test_the_comment_of_a_refusal_says_why_and_what_to_do(
+    forge: MemoryForge, reason: str, replica: int | None
+) -> None:
+    job = make_job(replica, replica)
+    work = pd.Work(None, None, "Agent's words.", "1" * 40, None, "main", 1)
+    refusal = pd.Refused(reason, "x")
+    if reason == "bundle-refused":
+        refusal = pd.BundleRefused("bad-object", "x")
+    pd._say(forge, job, work, "refused", refusal=refusal)
+    (comment,) = forge.comments
+    first, second, third, *rest = comment.splitlines()[1 if replica else 0 :]
+    assert comment.startswith("Replica 2 of 2.\n") == (replica is not None)
+    assert f"(`{reason}`):" in first and second.endswith(".")
+    assert third == f"The result is kept; `pidispatch publish {job.id}` tries again."
+    marker = f"<!-- pidispatch:{job.id}:refused -->"
+    assert rest == ["", "Agent's words.", "", marker]
 
 
 def test_a_job_cannot_take_a_siblings_comment_marker(bench: Bench) -> None:

@@ -5302,7 +5302,7 @@ class Mirrors:
 
     def prepare(
         self,
-        forge: Forge,
+        remote: Remote,
         job: Job,
         into: Path,
         base: str | None = None,
@@ -5315,7 +5315,7 @@ class Mirrors:
         its first. Raises `Refused` (sha-gone, flow-not-found, a remote's no) or
         `InfraError`.
         """
-        mirror, remote = self.of(job.kind, job.repo), Remote.of(forge, job.repo)
+        mirror = self.of(job.kind, job.repo)
         branch = f"refs/heads/{job.branch}" if job.branch else None
         asked = request_ref(job)
         seen = self.git.look(remote, *filter(None, ("HEAD", branch, asked)))
@@ -5919,7 +5919,7 @@ class Attempt:
     gate_image: Image | None = None
     provider: Provider | None = None
     catalogue: Mapping[str, Any] = field(default_factory=dict)
-    credential: Credential | None = None
+    remote: Remote | None = None
     box: Box | None = None
     prepared: Prepared | None = None
     skill: Mapping[str, bytes] = field(default_factory=dict)
@@ -6229,7 +6229,7 @@ class Dispatcher:
         )
 
     def take_token(self, attempt: Attempt) -> None:
-        attempt.credential = self.forge(attempt.job).credential(attempt.job.repo)
+        attempt.remote = Remote.of(self.forge(attempt.job), attempt.job.repo)
 
     def forge(self, job: Job) -> Forge:
         forge = self.forges.get(job.kind)
@@ -6282,9 +6282,10 @@ class Dispatcher:
     def _prepare(
         self, attempt: Attempt, base: str | None, request: str | None
     ) -> Prepared:
-        job = attempt.job
+        job, remote = attempt.job, attempt.remote
+        assert remote
         return self.mirrors.prepare(
-            self.forge(job),
+            remote,
             job,
             self.kept_dir(job),
             base,

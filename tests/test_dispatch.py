@@ -229,6 +229,9 @@ class FakeForge:
             raise self.token_error
         return pidispatch.Credential("x", "y")
 
+    def clone_url(self, repo: str) -> str:
+        return f"http://forge/{repo}.git"
+
     def comment(
         self, repo: str, target: pidispatch.Target, text: str, marker: str
     ) -> None:

@@ -411,7 +411,8 @@ class Bench:
     ) -> pd.Prepared:
         into = self.outside / job.id
         into.mkdir(exist_ok=True)
-        return self.mirrors.prepare(self.forge, job, into, base, request)
+        remote = pd.Remote.of(self.forge, job.repo)
+        return self.mirrors.prepare(remote, job, into, base, request)
 
     def box(self, job: pd.Job, prepared: pd.Prepared) -> Box:
         return Box(self.outside / f"box-{job.id}", prepared)

@@ -4917,12 +4917,8 @@ _REMOTE_FAULTS: tuple[tuple[str, str | None], ...] = (
 _PUSH_FAULTS: tuple[tuple[str, str | None], ...] = (
     (r"^!\t\S+\t\[rejected\]", "branch-moved"),
     (r"refusing to allow .* workflow", "workflow-permission"),
-    (
-        r"^!\t\S+\t\[remote rejected\] \((?:cannot lock|failed to update)"
-        r"|internal (?:server )?error|unable to create temporary",
-        None,
-    ),
-    (r"^!\t\S+\t\[remote |returned error: 4(?:03|04|13)\b", "push-refused"),
+    (r"^!\t\S+\t\[remote rejected\] \((?:cannot lock|failed to up|internal)", None),
+    (r"^!\t\S+\t\[remote |returned error: 4(?:03|13)| not found$", "push-refused"),
     *_REMOTE_FAULTS,
 )
 _FIXES = {

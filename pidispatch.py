@@ -237,6 +237,46 @@ REFUSALS = (
     "soft-hold",
     "dirty-tree",
     "local-needs-local-engine",
+    "engine-not-isolating",
+    "not-in-this-version",
+    "repository-unavailable",
+)
+
+#: Why a finished run's result was not published: of the result, of the push, of
+#: the forge's API.
+PUBLISH_REFUSALS = (
+    "bundle-refused",
+    "branch-moved",
+    "push-refused",
+    "workflow-permission",
+    "request-refused",
+    "comment-refused",
+    "repository-unavailable",
+)
+
+#: What the runner may name as the reason of its exit code 2.
+POLICY_REASONS = (
+    "turn-budget",
+    "token-budget",
+    "provider-auth-refused",
+    "model-unknown",
+    "flow-not-found",
+    "runner-policy",
+    "timeout",
+)
+
+#: How a run that had started may end short of completion (30-jobs, outcome).
+END_REASONS = (
+    *POLICY_REASONS,
+    "no-result",
+    "infra",
+    "operator-cancel",
+    "shutdown",
+    "oom-killed",
+    "outbox-refused",
+    "unexpected-exit",
+    "lost",
+    "internal-error",
 )
 
 Outcome = Literal["completed", "policy", "failed"]
@@ -862,6 +902,11 @@ def title_marker(replica: int | None, replicas: int | None) -> str:
 def siblings(replica: int | None, replicas: int | None) -> tuple[int, ...]:
     """The other indices of the set, ascending; none for a plain job."""
     return tuple(i for i in range(1, (replicas or 0) + 1) if i != replica)
+
+
+def comment_marker(name: str, kind: str) -> str:
+    """The hidden last line of a comment, by which it is found and never repeated."""
+    return f"<!-- pidispatch:{name}:{kind} -->"
 
 
 def container_name(job: str) -> str:
@@ -4844,18 +4889,6 @@ def write_private(path: Path, content: bytes) -> None:
 # inside anything a box wrote. Knows nothing of Docker.
 # =============================================================================
 
-#: Refusals of the way out: of the result, of the push, of the forge's API, and of
-#: a repository that is gone, moved, empty or not readable as we need it.
-PUBLISH_REFUSALS = (
-    "bundle-refused",
-    "branch-moved",
-    "push-refused",
-    "workflow-permission",
-    "request-refused",
-    "comment-refused",
-    "repository-unavailable",
-)
-
 #: The largest result we take from a box; forges refuse single files over 100 MB.
 BUNDLE_BYTES = 256 * 1024 * 1024
 SKILL_FILES = 256
@@ -5829,7 +5862,7 @@ def _request_body(job: Job, written: str) -> str:
 
 def _say(forge: Forge, job: Job, work: Work, kind: str, **values: object) -> None:
     """Post one comment of a kind; the hidden marker, its last line, makes it one."""
-    marker = f"<!-- pidispatch:{job.id}:{kind} -->"
+    marker = comment_marker(job.id, kind)
     shown = {"comment": clean_text(work.comment or ""), "marker": marker, **values}
     noun = FORGES[job.kind].request_noun
     text = render(f"comment-{kind}.md.j2", job=job, noun=noun, **shown)
@@ -5854,19 +5887,6 @@ DEFER_MAX_SECONDS = 600
 DEFER_GIVE_UP_SECONDS = DAY
 AGENT_DIR = "/home/pi/.pi/agent"
 JOB_FILE_VERSION = 1
-
-#: What the runner may name as the reason of exit 2 (30-jobs, outcome).
-POLICY_REASONS = frozenset(
-    (
-        "turn-budget",
-        "token-budget",
-        "provider-auth-refused",
-        "model-unknown",
-        "flow-not-found",
-        "runner-policy",
-        "timeout",
-    )
-)
 
 
 class Verdict(NamedTuple):
@@ -6115,6 +6135,7 @@ class Dispatcher:
         self.leaving = threading.Event()
         self.stop_jobs = threading.Event()
         self._telling = threading.Lock()
+        self._noticing = threading.Lock()
         self._told: set[str] = set()
 
     # -- the ladder: its order is the contract (30-jobs) ---------------------
@@ -6541,6 +6562,9 @@ class Dispatcher:
             return
         except Refused as refusal:
             request, reason = None, refusal.reason
+        except Rejected as error:
+            log.warning("comment-refused %s: %s", job.id, error)
+            request, reason = None, None
         self.store.published(job.id, request, reason)
         with contextlib.suppress(InfraError):
             self.mirrors.release(job)
@@ -6551,7 +6575,8 @@ class Dispatcher:
     ) -> tuple[Request | None, str | None]:
         forge = self.forge(job)
         if notice.kind != "result":
-            forge.comment(job.repo, job.target, notice.text, notice.marker)
+            with self._noticing:  # replicas share one comment: look and post as one
+                forge.comment(job.repo, job.target, notice.text, notice.marker)
             return None, None
         assert workspace
         kept = self.kept_dir(job)
@@ -6566,9 +6591,9 @@ class Dispatcher:
             commits=notice.commits,
             ours=self.store.own_tips(job),
         )
-        published = publish_job(forge, self.mirrors, job, work)
-        if published.tip:
-            self.store.pushed(job, published.tip)
+        published = publish_job(
+            forge, self.mirrors, job, work, lambda tip: self.store.pushed(job, tip)
+        )
         return published.request, None
 
     def publish_due(self) -> None:
@@ -6622,11 +6647,6 @@ def _undeclared(image: Image, token: str) -> tuple[str, str]:
         f"rebuild it so that its label `{LABEL}capabilities` lists `{token}` "
         "(`pidispatch build-image`), then check it with `pidispatch verify-image`",
     )
-
-
-def comment_marker(name: str, kind: str) -> str:
-    """The hidden last line of a comment, by which it is found and never repeated."""
-    return f"<!-- pidispatch:{name}:{kind} -->"
 
 
 def _refusal_notice(job: Job, refusal: Refused) -> Notice:

@@ -6,6 +6,7 @@ by test_main_path.py.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import threading
@@ -668,3 +669,21 @@ def test_a_captured_log_is_private_capped_and_says_that_it_was_cut(
     assert path.name == f"{pidispatch.container_name(run.id)}.log"
     assert path.read_bytes() == b"[earlier lines were cut]\ne\nline\n"
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_every_reason_that_is_written_stands_in_the_vocabulary() -> None:
+    """A record holds fixed words only: no reason is made up along the way."""
+    known = {*pidispatch.REFUSALS, *pidispatch.PUBLISH_REFUSALS}
+    known |= {*pidispatch.END_REASONS, *pidispatch.DROP_REASONS}
+    written = set()
+    for node in ast.walk(ast.parse(Path(pidispatch.__file__).read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        place = {"Refused": 0, "Drop": 0, "Verdict": 1}.get(node.func.id)
+        if place is None or len(node.args) <= place:
+            continue
+        word = node.args[place]
+        if isinstance(word, ast.Constant) and word.value:
+            written.add(word.value)
+    assert len(written) > 20
+    assert written <= known, written - known

@@ -391,6 +391,14 @@ def read_inputs(places: Places) -> Job:
 # what this file wrote, so that nothing an agent left behind can steer or stop it.
 
 
+# The box does not outlive its machine; waiting for the disk would only cost time.
+NO_FSYNC = {
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "core.fsync",
+    "GIT_CONFIG_VALUE_0": "none",
+}
+
+
 class GitFailed(Exception):
     """A git command failed or ran out of time."""
 
@@ -414,6 +422,7 @@ class Git:
             "GIT_CONFIG_NOSYSTEM": "1",
             "GIT_CONFIG_GLOBAL": os.devnull,
             "GIT_ATTR_NOSYSTEM": "1",
+            **NO_FSYNC,
             "GIT_NO_REPLACE_OBJECTS": "1",
             "GIT_AUTHOR_NAME": name,
             "GIT_AUTHOR_EMAIL": email,
@@ -1259,8 +1268,11 @@ def _keepable(git: Git, paths: list[bytes], omitted: list[str]) -> Iterator[byte
 
 
 def _update_index(git: Git, paths: Iterable[bytes], *mode: str) -> None:
+    # Every file counts as big, for those go into one pack: ten thousand new files are
+    # three times as fast as with an object file each.
+    command = ("-c", "core.bigFileThreshold=1", "update-index", *mode, "-z", "--stdin")
     if data := b"".join(path + b"\0" for path in paths):
-        git.run("update-index", *mode, "-z", "--stdin", data=data)
+        git.run(*command, data=data)
 
 
 def stage(git: Git, places: Places, commit: str) -> Leftovers:

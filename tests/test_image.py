@@ -238,12 +238,13 @@ def test_the_catalogue_has_the_shape_the_host_reads(
     container = docker_client.containers.create(job_image.id, labels=LABEL)
     try:
         chunks, _ = container.get_archive("/opt/pi-dispatch/models.json")
-        archive = tarfile.open(fileobj=io.BytesIO(b"".join(chunks)))
+        data = io.BytesIO(b"".join(chunks))
     finally:
         container.remove(force=True, v=True)
-    file = archive.extractfile("models.json")
-    assert file is not None
-    catalogue = json.load(file)
+    with tarfile.open(fileobj=data) as archive:
+        file = archive.extractfile("models.json")
+        assert file is not None
+        catalogue = json.load(file)
     served = ("anthropic", "openai", "google", "openrouter", "mistral", "groq")
     for provider in (*served, "xai", "deepseek"):
         entry = catalogue[provider]

@@ -3546,9 +3546,13 @@ class Store(Reader):
     def settle(self, delivery: str, reason: str | None) -> None:
         """Forget a pending delivery that was dropped; it may be redelivered."""
         sql = "DELETE FROM deliveries WHERE id = ? AND state = 'pending'"
-        self._write(lambda db: db.execute(sql, (delivery,)))
-        if reason:
-            self.count(reason)
+
+        def do(db: sqlite3.Connection) -> None:
+            db.execute(sql, (delivery,))
+            if reason:
+                _count(db, reason)
+
+        self._write(do)
 
     def count(self, word: str) -> None:
         """Add one to a counter; the only trace that a dropped delivery leaves."""

@@ -237,6 +237,46 @@ REFUSALS = (
     "soft-hold",
     "dirty-tree",
     "local-needs-local-engine",
+    "engine-not-isolating",
+    "not-in-this-version",
+    "repository-unavailable",
+)
+
+#: Why a finished run's result was not published: of the result, of the push, of
+#: the forge's API.
+PUBLISH_REFUSALS = (
+    "bundle-refused",
+    "branch-moved",
+    "push-refused",
+    "workflow-permission",
+    "request-refused",
+    "comment-refused",
+    "repository-unavailable",
+)
+
+#: What the runner may name as the reason of its exit code 2.
+POLICY_REASONS = (
+    "turn-budget",
+    "token-budget",
+    "provider-auth-refused",
+    "model-unknown",
+    "flow-not-found",
+    "runner-policy",
+    "timeout",
+)
+
+#: How a run that had started may end short of completion (30-jobs, outcome).
+END_REASONS = (
+    *POLICY_REASONS,
+    "no-result",
+    "infra",
+    "operator-cancel",
+    "shutdown",
+    "oom-killed",
+    "outbox-refused",
+    "unexpected-exit",
+    "lost",
+    "internal-error",
 )
 
 Outcome = Literal["completed", "policy", "failed"]
@@ -892,6 +932,11 @@ def title_marker(replica: int | None, replicas: int | None) -> str:
 def siblings(replica: int | None, replicas: int | None) -> tuple[int, ...]:
     """The other indices of the set, ascending; none for a plain job."""
     return tuple(i for i in range(1, (replicas or 0) + 1) if i != replica)
+
+
+def comment_marker(name: str, kind: str) -> str:
+    """The hidden last line of a comment, by which it is found and never repeated."""
+    return f"<!-- pidispatch:{name}:{kind} -->"
 
 
 def container_name(job: str) -> str:
@@ -4191,9 +4236,12 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class BoxExit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a box left behind. `tokens` and `forks` are the gate's own count."""
+    """What a box left behind. `tokens` and `forks` are the gate's own count.
 
-    code: int
+    `code` is None when the container is gone and nobody can say how it ended.
+    """
+
+    code: int | None
     oom: bool = False
     result: Result | None = None
     tokens: Tokens | None = None
@@ -4215,6 +4263,8 @@ class Box(Protocol):
     def stop(self) -> None: ...
 
     def collect(self, into: Path) -> BoxExit: ...
+
+    def log(self) -> bytes: ...
 
     def remove(self) -> None: ...
 
@@ -4308,6 +4358,22 @@ def tar_of(files: Mapping[str, bytes | Path]) -> IO[bytes]:
 
 def _folders(name: str) -> Iterator[PurePosixPath]:
     return (p for p in PurePosixPath(name).parents if str(p) != ".")
+
+
+@contextlib.contextmanager
+def engine_answers() -> Iterator[None]:
+    """Turns the SDK's many ways of saying that the engine is away into one."""
+    import docker
+    import requests
+
+    try:
+        yield
+    except (
+        docker.errors.DockerException,
+        requests.exceptions.RequestException,
+        OSError,
+    ) as error:
+        raise InfraError(f"the engine does not answer: {error}") from error
 
 
 class DockerEngine:
@@ -4594,7 +4660,8 @@ class DockerBox:
         """Create the network, and the gate in a thread beside what comes next."""
         box = cls(engine, spec.job, spec.attempt)
         box.spec = spec
-        engine.remove_job(spec.job)  # what an earlier attempt left
+        if spec.attempt > 1:
+            engine.remove_job(spec.job)  # what the earlier attempt left
         box.outer = engine.outer_network()
         labels = engine.labels(spec.job, spec.attempt, "network")
         box.subnet = engine.create_job_network(network_name(spec.job), labels)
@@ -4714,38 +4781,45 @@ class DockerBox:
         ]
 
     def wait(self, seconds: int) -> bool:
-        """Whether the job container ended within that time."""
+        """Whether the job container ended, or is gone, within that time."""
         import docker
         import requests
 
-        try:
-            self.engine.api.wait(self.name, timeout=seconds)
-        except (requests.exceptions.ConnectionError, requests.exceptions.ReadTimeout):
-            return not self._alive()
-        except docker.errors.NotFound:
-            return True
+        with engine_answers():
+            try:
+                self.engine.api.wait(self.name, timeout=seconds)
+            except docker.errors.NotFound:
+                return True
+            except (
+                requests.exceptions.ConnectionError,
+                requests.exceptions.ReadTimeout,
+            ):
+                state = self._state()
+                return state is None or not state["Running"]
         return True
 
-    def _alive(self) -> bool:
+    def _state(self) -> dict[str, Any] | None:
+        """The job container's state as the engine tells it; None when it is gone."""
         import docker
 
         try:
-            state = self.engine.api.inspect_container(self.name)["State"]
+            state: dict[str, Any] = self.engine.api.inspect_container(self.name)[
+                "State"
+            ]
         except docker.errors.NotFound:
-            return False
-        return bool(state["Running"])
+            return None
+        return state
 
     def stop(self) -> None:
         """TERM, ten seconds, KILL, and look that it is gone."""
         import docker
 
-        with contextlib.suppress(docker.errors.NotFound):
+        with engine_answers(), contextlib.suppress(docker.errors.NotFound):
             self.engine.api.stop(self.name, timeout=STOP_GRACE_SECONDS)
-        if self._alive():
-            with contextlib.suppress(docker.errors.APIError):
+            if not self.wait(1):
                 self.engine.api.kill(self.name)
-            if not self.wait(STOP_GRACE_SECONDS):
-                raise InfraError(f"{self.name} does not stop", "restart the engine")
+                if not self.wait(STOP_GRACE_SECONDS):
+                    raise InfraError(f"{self.name} does not stop")
 
     def collect(self, into: Path) -> BoxExit:
         """Read the exit, the meter and the outbox; `into` gets the bundle.
@@ -4753,21 +4827,22 @@ class DockerBox:
         An outbox entry that is not a plain file of a sane size spoils the outbox,
         never the meter: what was paid is counted whatever the box did.
         """
-        state = self.engine.api.inspect_container(self.name)["State"]
-        tokens, forks, spent = meter_of(self._lines(self.gate))
-        ended = BoxExit(
-            code=state["ExitCode"],
-            oom=bool(state.get("OOMKilled")) and state["ExitCode"] != 0,
-            result=result_of(self._lines(self.name)),
-            tokens=tokens,
-            forks=forks,
-            budget_spent=spent,
-        )
-        try:
-            outbox = self._outbox(into)
-        except Refused as refusal:
-            log.warning("outbox-refused %s: %s", self.job, refusal)
-            outbox = {"outbox_refused": True}
+        with engine_answers():
+            state = self._state()
+            tokens, forks, spent = meter_of(self._lines(self.gate))
+            ended = BoxExit(
+                code=state["ExitCode"] if state else None,
+                oom=bool(state and state.get("OOMKilled") and state["ExitCode"]),
+                result=result_of(self._lines(self.name)),
+                tokens=tokens,
+                forks=forks,
+                budget_spent=spent,
+            )
+            try:
+                outbox = self._outbox(into) if state else {}
+            except Refused as refusal:
+                log.warning("outbox-refused %s: %s", self.job, refusal)
+                outbox = {"outbox_refused": True}
         return msgspec.structs.replace(ended, **outbox)
 
     def _outbox(self, into: Path) -> dict[str, Any]:
@@ -4797,6 +4872,12 @@ class DockerBox:
         except docker.errors.NotFound:
             return []
         return text.decode("utf-8", "replace").splitlines()
+
+    def log(self) -> bytes:
+        """All that the job wrote to its stdout, as far as the engine kept it."""
+        with engine_answers():
+            text: bytes = self.engine.api.logs(self.name, stderr=False)
+        return text
 
     def remove(self) -> None:
         if self._gate_thread:
@@ -4854,16 +4935,6 @@ def write_private(path: Path, content: bytes) -> None:
 # inside anything a box wrote. Knows nothing of Docker.
 # =============================================================================
 
-#: Refusals of the way out (45-box-contracts, "The result"), and of a repository
-#: that is gone, moved, empty or not readable as we need it.
-PUBLISH_REFUSALS = (
-    "bundle-refused",
-    "branch-moved",
-    "push-refused",
-    "workflow-permission",
-    "repository-unavailable",
-)
-
 #: The largest result we take from a box; forges refuse single files over 100 MB.
 BUNDLE_BYTES = 256 * 1024 * 1024
 SKILL_FILES = 256
@@ -4920,20 +4991,13 @@ _REMOTE_FAULTS: tuple[tuple[str, str | None], ...] = (
     (r"Authentication failed|could not read (?:User|Pass)", "forge-token-unavailable"),
     (r"returned error: 40[13]\b", "forge-token-unavailable"),
     (r"returned error: (?:3|4)\d\d", "repository-unavailable"),
-    (
-        r"^fatal: repository .* not found|redirect(?:ion|ed)?\b[^/]*$",
-        "repository-unavailable",
-    ),
+    (r"^fatal: repository .* not found", "repository-unavailable"),
 )
 _PUSH_FAULTS: tuple[tuple[str, str | None], ...] = (
     (r"^!\t\S+\t\[rejected\]", "branch-moved"),
     (r"refusing to allow .* workflow", "workflow-permission"),
-    (
-        r"^!\t\S+\t\[remote rejected\] \((?:cannot lock|failed to update)"
-        r"|internal (?:server )?error|unable to create temporary",
-        None,
-    ),
-    (r"^!\t\S+\t\[remote |returned error: 40[34]", "push-refused"),
+    (r"^!\t\S+\t\[remote rejected\] \((?:cannot lock|failed to up|internal)", None),
+    (r"^!\t\S+\t\[remote |returned error: 4(?:03|13)| not found$", "push-refused"),
     *_REMOTE_FAULTS,
 )
 _FIXES = {
@@ -4982,6 +5046,13 @@ class Done(NamedTuple):
     code: int
     out: bytes
     err: str
+
+
+class Seen(NamedTuple):
+    """What one look at a remote showed: the ref HEAD names, and commits by ref."""
+
+    head: str | None
+    refs: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -5035,9 +5106,9 @@ def _fault(
     flags = re.IGNORECASE | re.MULTILINE
     reasons = (reason for pattern, reason in table if re.search(pattern, said, flags))
     reason, message = next(reasons, None), f"{doing} failed: {said or 'no word of git'}"
-    return (
-        Refused(reason, message, _FIXES.get(reason)) if reason else InfraError(message)
-    )
+    if reason is None:
+        return InfraError(message)
+    return Refused(reason, message, _FIXES.get(reason))
 
 
 @dataclass(frozen=True)
@@ -5052,7 +5123,7 @@ class Git:
     protocols: tuple[str, ...] = ("http", "https")
     bounds: Bounds = Bounds()
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, at: Path | None, secret: Path | None) -> dict[str, str]:
         """The whole environment of a git command; holds no token."""
         config = {
             f"GIT_CONFIG_{part}_{i}": text
@@ -5062,6 +5133,9 @@ class Git:
         return {
             **{k: v for k, v in os.environ.items() if GIT_INHERITS.fullmatch(k)},
             **config,
+            **({"GIT_DIR": str(at)} if at else {}),
+            **({"PIDISPATCH_ASKPASS": str(secret)} if secret else {}),
+            "GIT_ASKPASS": str(self.private / "askpass"),
             "GIT_CONFIG_COUNT": str(len(GIT_CONFIG)),
             "GIT_CONFIG_NOSYSTEM": "1",
             "GIT_CONFIG_GLOBAL": os.devnull,
@@ -5077,6 +5151,7 @@ class Git:
     def call(
         self,
         *arguments: str,
+        at: Path | None = None,
         feed: bytes | int = b"",
         sink: int | None = None,
         seconds: float | None = None,
@@ -5085,44 +5160,40 @@ class Git:
     ) -> Done:
         """Run one command to its end and say how it went.
 
-        `feed` is its input, bytes or an open file; `sink` a file for its output;
-        `secret` a directory that askpass reads; `before` runs in the child.
-        Raises `TimedOut`, and `InfraError` when git cannot be started.
+        `at` is the repository; `feed` the input, bytes or an open file; `sink` a
+        file for the output; `secret` a directory that askpass reads; `before`
+        runs in the child. Raises `TimedOut`, and `InfraError` without git.
         """
         import subprocess
 
-        asked = {"GIT_ASKPASS": str(self.private / "askpass")} if secret else {}
-        with contextlib.ExitStack() as ending:
-            try:
-                child = subprocess.Popen(
-                    ["git", *arguments],
-                    cwd=self.private,
-                    env={
-                        **self.environment(),
-                        **asked,
-                        "PIDISPATCH_ASKPASS": f"{secret}",
-                    },
-                    stdin=feed if isinstance(feed, int) else subprocess.PIPE,
-                    stdout=subprocess.PIPE if sink is None else sink,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                    preexec_fn=before,
-                )
-                ending.callback(_end, child)
-                given = None if isinstance(feed, int) else feed
-                out, err = child.communicate(given, seconds or self.bounds.local)
-            except subprocess.TimeoutExpired as error:
-                raise TimedOut(f"git {arguments[0]} took too long") from error
-            except OSError as error:
-                raise InfraError(
-                    f"git did not start: {error}", "install git"
-                ) from error
+        try:
+            child = subprocess.Popen(
+                ["git", *arguments],
+                cwd=self.private,
+                env=self.environment(at, secret),
+                stdin=feed if isinstance(feed, int) else subprocess.PIPE,
+                stdout=subprocess.PIPE if sink is None else sink,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=before,
+            )
+        except OSError as error:
+            raise InfraError(f"git did not start: {error}", "install git") from error
+        given = None if isinstance(feed, int) else feed
+        try:
+            out, err = child.communicate(given, seconds or self.bounds.local)
+        except subprocess.TimeoutExpired as error:
+            raise TimedOut(f"git {arguments[0]} took too long") from error
+        finally:
+            _end(child)
         return Done(child.returncode, out or b"", err.decode("utf-8", "replace"))
 
-    def talk(self, remote: Remote, *arguments: str, seconds: float) -> Done:
+    def talk(
+        self, remote: Remote, *arguments: str, seconds: float, at: Path | None = None
+    ) -> Done:
         """A command that talks to `remote`; its messages come back redacted."""
         with self._secret(remote) as secret:
-            done = self.call(*arguments, seconds=seconds, secret=secret)
+            done = self.call(*arguments, at=at, seconds=seconds, secret=secret)
         return done._replace(err=remote.redact(done.err))
 
     @contextlib.contextmanager
@@ -5135,9 +5206,9 @@ class Git:
             raise ConfigError("a forge token holds a line break")
         folder = Path(tempfile.mkdtemp(prefix="askpass-", dir=self.private))
         try:
-            _write_private(folder / "host", f"{host}\n")
-            _write_private(folder / "username", credential.username)
-            _write_private(folder / "password", credential.password)
+            write_private(folder / "host", f"{host}\n".encode())
+            write_private(folder / "username", credential.username.encode())
+            write_private(folder / "password", credential.password.encode())
             yield folder
         finally:
             shutil.rmtree(folder)
@@ -5148,23 +5219,14 @@ class Git:
         done = self.talk(remote, *command, seconds=self.bounds.look)
         if done.code:
             raise _fault(done.err, "reading the repository", _REMOTE_FAULTS)
-        lines = done.out.decode("utf-8", "replace").splitlines()
-        pairs = [(name, value) for value, _, name in (x.partition("\t") for x in lines)]
-        heads = (
-            v for n, v in pairs if n == "HEAD" and v.startswith("ref: refs/heads/")
-        )
-        refs = {n: v for n, v in pairs if n in names and _OBJECT_ID.fullmatch(v)}
-        return Seen(next(heads, "").removeprefix("ref: ") or None, refs)
-
-
-_OBJECT_ID = re.compile(r"[0-9a-f]{40}")
-
-
-class Seen(NamedTuple):
-    """What one look at a remote showed: the ref HEAD names, and commits by ref."""
-
-    head: str | None
-    refs: Mapping[str, str]
+        head, refs = None, {}
+        for line in done.out.decode("utf-8", "replace").splitlines():
+            value, _, name = line.partition("\t")
+            if name == "HEAD" and value.startswith("ref: refs/heads/"):
+                head = value.removeprefix("ref: ")
+            elif name in names and re.fullmatch(r"[0-9a-f]{40}", value):
+                refs[name] = value
+        return Seen(head, refs)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -5175,12 +5237,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.communicate()
 
 
-def _write_private(path: Path, content: str, mode: int = 0o600) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, mode), "w", encoding="utf-8") as sink:
-        sink.write(content)
-
-
 @dataclass(frozen=True)
 class Repository:
     """A bare repository of ours and the git that works on it."""
@@ -5189,7 +5245,7 @@ class Repository:
     path: Path
 
     def call(self, *arguments: str, **how: Any) -> Done:
-        return self.git.call(f"--git-dir={self.path}", *arguments, **how)
+        return self.git.call(*arguments, at=self.path, **how)
 
     def run(self, *arguments: str, **how: Any) -> bytes:
         """The output of a local command; raises `InfraError` when it fails."""
@@ -5198,13 +5254,9 @@ class Repository:
             raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
         return done.out
 
-    def talk(self, remote: Remote, *arguments: str, seconds: float) -> Done:
-        at = f"--git-dir={self.path}"
-        return self.git.talk(remote, at, *arguments, seconds=seconds)
-
     def create(self) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)
-        self.run("init", "--bare", "--quiet", "--template=", str(self.path))
+        self.run("init", "--bare", "--quiet", "--template=")
 
 
 @dataclass(frozen=True)
@@ -5257,7 +5309,8 @@ class Mirror(Repository):
         """False when the remote does not give one of `wants`; writes no ref."""
         options = ("--quiet", "--no-tags", "--no-write-fetch-head")
         command = ("fetch", *options, "--no-recurse-submodules", "--", remote.url)
-        done = self.talk(remote, *command, *wants, seconds=self.git.bounds.fetch)
+        bound = self.git.bounds.fetch
+        done = self.git.talk(remote, *command, *wants, seconds=bound, at=self.path)
         if done.code == 0:
             return True
         if re.search(r"not our ref|unadvertised object|remote ref", done.err):
@@ -5324,7 +5377,7 @@ class Mirrors:
 
     def prepare(
         self,
-        forge: Forge,
+        remote: Remote,
         job: Job,
         into: Path,
         base: str | None = None,
@@ -5337,7 +5390,7 @@ class Mirrors:
         its first. Raises `Refused` (sha-gone, flow-not-found, a remote's no) or
         `InfraError`.
         """
-        mirror, remote = self.of(job.kind, job.repo), Remote.of(forge, job.repo)
+        mirror = self.of(job.kind, job.repo)
         branch = f"refs/heads/{job.branch}" if job.branch else None
         asked = request_ref(job)
         seen = self.git.look(remote, *filter(None, ("HEAD", branch, asked)))
@@ -5393,7 +5446,8 @@ def _install_askpass(root: Path) -> None:
     if script.exists() and script.read_text("utf-8") == ASKPASS:
         return
     fresh = root / f"askpass.{secrets.token_hex(8)}"
-    _write_private(fresh, ASKPASS, 0o700)
+    write_private(fresh, ASKPASS.encode())
+    fresh.chmod(0o700)
     fresh.replace(script)
 
 
@@ -5675,7 +5729,8 @@ def push(
     options = ("--porcelain", "--no-progress", "--no-verify", "--no-follow-tags")
     expected = f"--force-with-lease={ref}:{lease or ''}"
     command = ("push", *options, "--recurse-submodules=no", expected, "--", remote.url)
-    done = quarantine.talk(remote, *command, f"{tip}:{ref}", seconds=git.bounds.push)
+    at, bound = quarantine.path, git.bounds.push
+    done = git.talk(remote, *command, f"{tip}:{ref}", seconds=bound, at=at)
     if done.code:
         told = remote.redact(done.out.decode("utf-8", "replace"))
         raise _fault(f"{done.err}\n{told}", f"pushing {branch}", _PUSH_FAULTS)
@@ -5717,24 +5772,34 @@ class Published:
     request: Request | None = None
 
 
-def publish_job(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Published:
+def publish_job(
+    forge: Forge,
+    mirrors: Mirrors,
+    job: Job,
+    work: Work,
+    pushed: Callable[[str], None] | None = None,
+) -> Published:
     """Put a finished job's work on the forge; safe to repeat at any time.
 
     An issue's job gets its branch, one request and one comment, a request's job
-    only the comment. A determinate refusal is commented once and raised again;
-    `InfraError` means: try later.
+    only the comment. `pushed` is told the commit as soon as it is on the forge.
+    A determinate refusal is commented once and raised again; `InfraError` means:
+    try later.
     """
     if job.target.type == "pull_request":
         _say(forge, job, work, "review", commits=work.commits if work.bundle else 0)
         return Published()
     try:
-        published = _publish_branch(forge, mirrors, job, work)
+        tip = _push_result(forge, mirrors, job, work)
+        if tip and pushed:
+            pushed(tip)
+        request = _one_request(forge, job, work) if tip else None
     except Refused as refusal:
-        if refusal.reason in PUBLISH_REFUSALS:
+        with contextlib.suppress(Refused):
             _say(forge, job, work, "refused", refusal=refusal)
         raise
-    _say(forge, job, work, "result", request=published.request)
-    return published
+    _say(forge, job, work, "result", request=request)
+    return Published(tip, request)
 
 
 def publish_to(
@@ -5752,32 +5817,37 @@ def publish_to(
     return quarantine.tip
 
 
-def _publish_branch(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Published:
-    branch = job.branch
-    if branch is None or work.bundle is None:
-        return Published()
-    if branch == work.default_branch:
-        raise Refused("push-refused", f"{branch} is the default branch")
+def _push_result(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> str | None:
+    """The commit now on the job's branch, None when the job changed nothing."""
+    if job.branch is None or work.bundle is None:
+        return None
+    if job.branch == work.default_branch:
+        raise Refused("push-refused", f"{job.branch} is the default branch")
     remote = Remote.of(forge, job.repo)
     mirror = mirrors.restore(remote, job, work)
     with check_bundle(mirror, work.bundle, work.base) as quarantine:
         if not quarantine.commits:
-            return Published()
-        push(quarantine, remote, branch, work.lease, work.ours)
-    return Published(quarantine.tip, _one_request(forge, job, work, branch))
+            return None
+        push(quarantine, remote, job.branch, work.lease, work.ours)
+    return quarantine.tip
 
 
-def _one_request(forge: Forge, job: Job, work: Work, branch: str) -> Request:
-    """The open request of exactly this branch, opened if there is none."""
-    found = forge.find_request(job.repo, branch)
-    if found is None:
-        first, _, rest = clean_text(work.review_request or "").partition("\n")
-        title, body = request_title(job, first), _request_body(job, rest)
-        return forge.open_request(job.repo, branch, work.default_branch, title, body)
-    if _is_marked(job, found.title):
-        return found
-    title = request_title(job, found.title)
-    forge.retitle_request(job.repo, found.number, title)
+def _one_request(forge: Forge, job: Job, work: Work) -> Request:
+    """The open request of exactly the job's branch, opened if there is none."""
+    assert job.branch
+    first, _, rest = clean_text(work.review_request or "").partition("\n")
+    try:
+        found = forge.find_request(job.repo, job.branch)
+        if found is None:
+            title, body = request_title(job, first), _request_body(job, rest)
+            into = work.default_branch
+            return forge.open_request(job.repo, job.branch, into, title, body)
+        if _is_marked(job, found.title):
+            return found
+        title = request_title(job, found.title)
+        forge.retitle_request(job.repo, found.number, title)
+    except Rejected as error:
+        raise Refused("request-refused", error.message, error.fix) from error
     return msgspec.structs.replace(found, title=title)
 
 
@@ -5831,19 +5901,21 @@ def _is_marked(job: Job, title: str) -> bool:
 
 
 def _request_body(job: Job, written: str) -> str:
-    others = siblings(job.replica, job.replicas)
-    branches = [branch_name(job.target.number, index) for index in others]
     body = clean_text(written, REQUEST_CHARS.get(job.kind, BODY_CHARS))
-    return render("request-body.md.j2", job=job, body=body, siblings=branches)
+    others = sibling_branches(job)
+    return render("request-body.md.j2", job=job, body=body, siblings=others)
 
 
 def _say(forge: Forge, job: Job, work: Work, kind: str, **values: object) -> None:
     """Post one comment of a kind; the hidden marker, its last line, makes it one."""
-    marker = f"<!-- pidispatch:{job.id}:{kind} -->"
+    marker = comment_marker(job.id, kind)
     shown = {"comment": clean_text(work.comment or ""), "marker": marker, **values}
     noun = FORGES[job.kind].request_noun
     text = render(f"comment-{kind}.md.j2", job=job, noun=noun, **shown)
-    forge.comment(job.repo, job.target, text, marker)
+    try:
+        forge.comment(job.repo, job.target, text, marker)
+    except Rejected as error:
+        raise Refused("comment-refused", error.message, error.fix) from error
 
 
 # =============================================================================
@@ -5861,19 +5933,6 @@ DEFER_MAX_SECONDS = 600
 DEFER_GIVE_UP_SECONDS = DAY
 AGENT_DIR = "/home/pi/.pi/agent"
 JOB_FILE_VERSION = 1
-
-#: What the runner may name as the reason of exit 2 (30-jobs, outcome).
-POLICY_REASONS = frozenset(
-    (
-        "turn-budget",
-        "token-budget",
-        "provider-auth-refused",
-        "model-unknown",
-        "flow-not-found",
-        "runner-policy",
-        "timeout",
-    )
-)
 
 
 class Verdict(NamedTuple):
@@ -5897,6 +5956,8 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
         return Verdict("policy", "oom-killed")
     if ended.outbox_refused:
         return Verdict("policy", "outbox-refused")
+    if ended.code is None:
+        return Verdict("failed", "lost")
     if ended.code == 0:
         done = ended.result is not None and ended.result.code == 0
         return Verdict("completed", None) if done else Verdict("failed", "no-result")
@@ -5920,7 +5981,7 @@ class Attempt:
     gate_image: Image | None = None
     provider: Provider | None = None
     catalogue: Mapping[str, Any] = field(default_factory=dict)
-    credential: Credential | None = None
+    remote: Remote | None = None
     box: Box | None = None
     prepared: Prepared | None = None
     skill: Mapping[str, bytes] = field(default_factory=dict)
@@ -6120,6 +6181,7 @@ class Dispatcher:
         self.leaving = threading.Event()
         self.stop_jobs = threading.Event()
         self._telling = threading.Lock()
+        self._noticing = threading.Lock()
         self._told: set[str] = set()
 
     # -- the ladder: its order is the contract (30-jobs) ---------------------
@@ -6230,7 +6292,7 @@ class Dispatcher:
         )
 
     def take_token(self, attempt: Attempt) -> None:
-        attempt.credential = self.forge(attempt.job).credential(attempt.job.repo)
+        attempt.remote = Remote.of(self.forge(attempt.job), attempt.job.repo)
 
     def forge(self, job: Job) -> Forge:
         forge = self.forges.get(job.kind)
@@ -6283,9 +6345,10 @@ class Dispatcher:
     def _prepare(
         self, attempt: Attempt, base: str | None, request: str | None
     ) -> Prepared:
-        job = attempt.job
+        job, remote = attempt.job, attempt.remote
+        assert remote
         return self.mirrors.prepare(
-            self.forge(job),
+            remote,
             job,
             self.kept_dir(job),
             base,
@@ -6343,9 +6406,9 @@ class Dispatcher:
             self._settle(attempt, self._attend(attempt))
         except (Leaving, Fenced):
             return
-        except PidispatchError as error:
-            log.warning("job-adoption-failed %s: %s", claimed.job.id, error)
-            self._give_up(attempt, "lost")
+        except Exception:
+            log.exception("job-failed-inside %s", claimed.job.id)
+            self._give_up(attempt, "internal-error")
 
     def _start(self, attempt: Attempt) -> None:
         assert attempt.box and attempt.started_at is not None
@@ -6364,13 +6427,27 @@ class Dispatcher:
 
     def _attend(self, attempt: Attempt) -> str | None:
         """Wait for the end; returns the reason if it was we who ended it."""
-        assert attempt.box and attempt.started_at is not None
-        while not attempt.box.wait(1):
+        box = attempt.box
+        assert box and attempt.started_at is not None
+        while not self._patiently(lambda: box.wait(1)):
             reason = self._stop_reason(attempt)
             if reason:
-                attempt.box.stop()
+                self._patiently(box.stop)
                 return reason
         return None
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """Ask an engine that may be away; what it runs for us is paid for.
+
+        Raises `Leaving` when we stop before it answers: the next start asks.
+        """
+        while True:
+            try:
+                return ask()
+            except InfraError as error:
+                log.warning("engine-away: %s", error)
+                if self.leaving.wait(1.0):
+                    raise Leaving from error
 
     def _stop_reason(self, attempt: Attempt) -> str | None:
         assert attempt.started_at is not None
@@ -6388,7 +6465,10 @@ class Dispatcher:
         """Collect what the box left, judge it, record it, then clean and publish."""
         assert attempt.box
         kept = self.kept_dir(attempt.job)
-        ended = attempt.box.collect(kept)
+        box = attempt.box
+        ended = self._patiently(lambda: box.collect(kept))
+        if attempt.settings.capture_logs:
+            self._keep_log(attempt.job, box)
         keep_texts(kept, ended)
         verdict = verdict_of(ended, stopped)
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
@@ -6399,6 +6479,15 @@ class Dispatcher:
         if verdict.outcome == "retry":
             verdict = Verdict("failed", verdict.reason)
         self._finish(attempt, verdict, ended)
+
+    def _keep_log(self, job: Job, box: Box) -> None:
+        """The box's own lines, its newest LOG_MAX_BYTES; cut where it says so (T45)."""
+        folder = self.settings.state_dir / "logs"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        text = self._patiently(box.log)
+        if len(text) > LOG_MAX_BYTES:
+            text = b"[earlier lines were cut]\n" + text[-LOG_MAX_BYTES:]
+        write_private(folder / f"{container_name(job.id)}.log", text)
 
     def _finish(
         self, attempt: Attempt, verdict: Verdict, ended: BoxExit | None
@@ -6427,11 +6516,6 @@ class Dispatcher:
         """Trouble that may pass. Before the container it costs nothing."""
         log.warning("job-trouble %s: %s", attempt.job.id, error)
         now = self.clock()
-        if attempt.started_at is not None:
-            # paid for, and the engine does not say what became of it: the next
-            # start reconciles the row with the container
-            self._give_up(attempt, "lost")
-            return
         self._remove(attempt)
         if now - attempt.claimed.queued_at > DEFER_GIVE_UP_SECONDS:
             self._give_up(attempt, "infra")
@@ -6524,6 +6608,9 @@ class Dispatcher:
             return
         except Refused as refusal:
             request, reason = None, refusal.reason
+        except Rejected as error:
+            log.warning("comment-refused %s: %s", job.id, error)
+            request, reason = None, None
         self.store.published(job.id, request, reason)
         with contextlib.suppress(InfraError):
             self.mirrors.release(job)
@@ -6534,7 +6621,8 @@ class Dispatcher:
     ) -> tuple[Request | None, str | None]:
         forge = self.forge(job)
         if notice.kind != "result":
-            forge.comment(job.repo, job.target, notice.text, notice.marker)
+            with self._noticing:  # replicas share one comment: look and post as one
+                forge.comment(job.repo, job.target, notice.text, notice.marker)
             return None, None
         assert workspace
         kept = self.kept_dir(job)
@@ -6549,9 +6637,9 @@ class Dispatcher:
             commits=notice.commits,
             ours=self.store.own_tips(job),
         )
-        published = publish_job(forge, self.mirrors, job, work)
-        if published.tip:
-            self.store.pushed(job, published.tip)
+        published = publish_job(
+            forge, self.mirrors, job, work, lambda tip: self.store.pushed(job, tip)
+        )
         return published.request, None
 
     def publish_due(self) -> None:
@@ -6605,11 +6693,6 @@ def _undeclared(image: Image, token: str) -> tuple[str, str]:
         f"rebuild it so that its label `{LABEL}capabilities` lists `{token}` "
         "(`pidispatch build-image`), then check it with `pidispatch verify-image`",
     )
-
-
-def comment_marker(name: str, kind: str) -> str:
-    """The hidden last line of a comment, by which it is found and never repeated."""
-    return f"<!-- pidispatch:{name}:{kind} -->"
 
 
 def _refusal_notice(job: Job, refusal: Refused) -> Notice:
@@ -6711,8 +6794,8 @@ class Workers:
                 if not self._one():
                     self.store.work.wait(1.0)
                     self.store.work.clear()
-            except PidispatchError as error:
-                log.warning("worker-trouble: %s", error)
+            except Exception:  # the loop's edge: a worker outlives its troubles
+                log.exception("worker-trouble")
                 self._stopping.wait(1.0)
 
     def _one(self) -> bool:
@@ -6735,8 +6818,8 @@ class Workers:
                     swept = self.dispatcher.clock()
                     self.store.sweep()
                     sweep_files(self.dispatcher.settings, time.time())
-            except PidispatchError as error:
-                log.warning("janitor-trouble: %s", error)
+            except Exception:
+                log.exception("janitor-trouble")
 
 
 def sweep_files(settings: Settings, now: float) -> None:
@@ -6767,8 +6850,7 @@ def lock_file(path: Path) -> IO[str]:
     except OSError as error:
         held.close()
         raise ConfigError(
-            f"another worker already works on {path.with_suffix('').with_suffix('')}",
-            "stop it, or name another file with --db",
+            f"another worker holds {path}", "stop it, or name another file with --db"
         ) from error
     return held
 

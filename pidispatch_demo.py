@@ -3206,6 +3206,10 @@ class ProcessBox:
         )
         return ended
 
+    def log(self) -> bytes:
+        """The runner's stdout."""
+        return (self.root / "runner.log").read_bytes()
+
     def remove(self) -> None:
         """End the gate and remove the files."""
         self._gate.terminate()

@@ -13,12 +13,12 @@ ENGINE_STARTED=
 
 engine_install() {
     command -v dockerd >/dev/null && command -v iptables >/dev/null && return 0
-    local try
-    for try in 1 2 3; do
+    local attempt
+    for attempt in 1 2 3; do
         apt-get update -q &&
             DEBIAN_FRONTEND=noninteractive apt-get install -yq \
                 --no-install-recommends docker.io iptables && return 0
-        echo "engine: install attempt $try failed" >&2
+        echo "engine: install attempt $attempt failed" >&2
         sleep 3
     done
     return 1
@@ -40,7 +40,6 @@ pid_file_names() {
 }
 
 engine_start() {
-    local lock n
     exec 9>"$ENGINE_PID_FILE.lock"
     flock -w 120 9 || return 1
     if engine_answers; then exec 9>&-; return 0; fi
@@ -50,7 +49,7 @@ engine_start() {
         rm -f "$ENGINE_STATE"/containerd/containerd.pid "$ENGINE_STATE"/containerd/*.sock*
     setsid dockerd --default-address-pool base=10.210.0.0/16,size=28 \
         >>"$ENGINE_LOG" 2>&1 </dev/null 9>&- &
-    for n in $(seq 1 600); do
+    for _ in $(seq 1 600); do
         if engine_answers; then
             ENGINE_STARTED=$(cat "$ENGINE_PID_FILE")
             exec 9>&-
@@ -65,11 +64,10 @@ engine_start() {
 }
 
 engine_stop() {
-    local n
     [ -n "$ENGINE_STARTED" ] || return 0
     pid_file_names "$ENGINE_PID_FILE" dockerd || return 0
     kill -TERM "$ENGINE_STARTED" 2>/dev/null
-    for n in $(seq 1 300); do
+    for _ in $(seq 1 300); do
         kill -0 "$ENGINE_STARTED" 2>/dev/null || return 0
         sleep 0.1
     done

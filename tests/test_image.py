@@ -133,16 +133,19 @@ HARDENED: dict[str, Any] = {
 def shell(docker_client: Any, job_image: Any) -> Any:
     def run(command: str) -> str:
         """A command's output, run with a job's restrictions and without network."""
-        out: bytes = docker_client.containers.run(
+        container = docker_client.containers.create(
             job_image.id,
             ["-c", command],
             entrypoint="bash",
             network_mode="none",
-            remove=True,
-            stderr=True,
             **HARDENED,
         )
-        return out.decode().strip()
+        try:
+            container.start()
+            container.wait(timeout=60)
+            return str(container.logs().decode().strip())
+        finally:
+            container.remove(force=True, v=True)
 
     return run
 
@@ -229,8 +232,19 @@ def test_the_hard_rules_are_rendered_and_name_no_branch(shell: Any) -> None:
     assert "{" not in rules and "pi/" not in rules
 
 
-def test_the_catalogue_has_the_shape_the_host_reads(shell: Any) -> None:
-    catalogue = json.loads(shell("cat /opt/pi-dispatch/models.json"))
+def test_the_catalogue_has_the_shape_the_host_reads(
+    docker_client: Any, job_image: Any
+) -> None:
+    container = docker_client.containers.create(job_image.id, labels=LABEL)
+    try:
+        chunks, _ = container.get_archive("/opt/pi-dispatch/models.json")
+        data = io.BytesIO(b"".join(chunks))
+    finally:
+        container.remove(force=True, v=True)
+    with tarfile.open(fileobj=data) as archive:
+        file = archive.extractfile("models.json")
+        assert file is not None
+        catalogue = json.load(file)
     served = ("anthropic", "openai", "google", "openrouter", "mistral", "groq")
     for provider in (*served, "xai", "deepseek"):
         entry = catalogue[provider]
@@ -308,7 +322,8 @@ class Run:
         return self.finish(self.start(*steps))
 
     def requests(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._model.logs().decode().splitlines()]
+        logs = self._model.logs(stderr=False)
+        return [json.loads(line) for line in logs.decode().splitlines()]
 
     def close(self) -> None:
         for container in self._containers:
@@ -373,7 +388,17 @@ def test_an_excluded_tool_is_not_offered_to_the_model(job: Run) -> None:
     assert job.run(DONE).code == 0
     (request,) = job.requests()
     tools = {tool["function"]["name"] for tool in request["body"]["tools"]}
-    assert tools == {"read", "bash"}
+    assert tools - {"fork_join"} == {"read", "bash"}
+
+
+def test_fork_join_is_offered_exactly_where_the_image_ships_it(
+    job: Run, shell: Any
+) -> None:
+    shipped = shell("ls /opt/pi-dispatch | grep -x fork-join; true") == "fork-join"
+    assert job.run(DONE).code == 0
+    (request,) = job.requests()
+    tools = {tool["function"]["name"] for tool in request["body"]["tools"]}
+    assert ("fork_join" in tools) is shipped
 
 
 def test_a_model_that_never_ends_is_stopped_by_the_turn_budget(job: Run) -> None:

@@ -311,7 +311,8 @@ def test_the_box_reaches_nothing_but_its_gate_and_knows_no_secret(
     host = bridge_address(docker_client)
     edge = boxed.service.edge.port  # type: ignore[union-attr]
     path = f"/host.docker.internal:{port}/v1/chat/completions"
-    boxed.model.set_scripts(solve(bash("sleep 3"), say()))
+    wait = "until [ -e /tmp/go ]; do sleep 0.1; done"
+    boxed.model.set_scripts(solve(bash(wait), say()))
     jobs = boxed.label()
     one, other = boxed.wait_for(lambda: len(c := boxed.containers()) == 2 and c)
     gates = boxed.wait_for(lambda: len(c := boxed.containers("gate")) == 2 and c)
@@ -333,6 +334,9 @@ def test_the_box_reaches_nothing_but_its_gate_and_knows_no_secret(
     inspected = json.dumps([one, other, *gates])
     logs = b"".join(docker_client.logs(c["Id"]) for c in (one, other, *gates))
     tops = json.dumps([docker_client.top(c["Id"]) for c in (one, other, *gates)])
+    for container in (one, other):
+        go = docker_client.exec_create(container["Id"], ["touch", "/tmp/go"])
+        docker_client.exec_start(go["Id"])
     boxed.wait(jobs)
 
     owner = one["Config"]["Labels"][pidispatch.LABEL + "job"]

@@ -556,10 +556,11 @@ def test_without_rules_each_kind_has_its_reason(
 
 
 def flow_of(text: str | None, phrase: str = "@pi", **more: Any) -> str | None:
-    """The flow that a comment starts; flows of the file: fix-issue, review."""
+    """The flow that a comment starts, fix-issue if its word names no other."""
     mine = rules(
         (On(type="comment", phrase=phrase), run(more.get("forge", "github"))),
         (request("opened"), run("gitlab", "review")),
+        (labels("a"), run(flow="deep-review")),
         (On(type="cron"), Run(kind="local", flow="tidy")),
     )
     action = more.pop("action", "created")
@@ -607,6 +608,7 @@ def flow_of(text: str | None, phrase: str = "@pi", **more: Any) -> str | None:
         "\u2060@pi\ufeff",
         "\r\n@pi\r\n",
         "&#64;pi",
+        "@p&#105;",
         "🎉@pi🎉",
         "@pi/ @pi",
     ],
@@ -661,6 +663,7 @@ def test_a_phrase_that_stands_alone_fires_t23(text: str) -> None:
         "[a]: x '@pi'",
         "![@pi](x)",
         "<https://example.com/?@pi>",
+        "<tel:1?a=@pi>",
         "https://example.com/?to=@pi",
         "www.example.com/?@pi",
         "<!-- @pi -->",
@@ -694,7 +697,7 @@ def test_a_phrase_inside_something_else_does_not_fire_t23(text: str | None) -> N
         ("x@pi tidy, @pi review", "review"),
         ("> @pi tidy\n\n@pi review", "review"),
         ("@pi re\u200bview", "review"),
-        ("@pi fix\\-issue", "fix-issue"),
+        ("@pi deep\\-review", "deep-review"),
         ("@pi review @pi fix-issue", "review"),
         ("@pi\nreview", "fix-issue"),
         ("@pi  \nreview", "fix-issue"),
@@ -741,6 +744,7 @@ def test_only_the_flow_changes_with_the_word() -> None:
         ("grüße", "gru\u0308ße", True),
         ("🤖", "go 🤖 go", True),
         ("aa", "aaa aa", True),
+        ("@pi @pi", "x@pi @pi @pi", True),
     ],
 )
 def test_a_phrase_is_taken_literally(phrase: str, text: str, fires: bool) -> None:

@@ -7,14 +7,18 @@ Basic authentication; only the forge's API is a double.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
+import io
 import os
+import random
 import re
 import shutil
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import unicodedata
 import zlib
@@ -183,6 +187,8 @@ class Handler(BaseHTTPRequestHandler):
         head, _, content = done.stdout.partition(b"\r\n\r\n")
         headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n"))
         status = int(headers.pop("Status", "200").split()[0])
+        if self.server.cut and len(content) > self.server.cut:
+            content = content[: self.server.cut]
         self.reply(status, headers, content)
 
 
@@ -194,6 +200,7 @@ class GitServer(ThreadingHTTPServer):
         self.root = root
         self.token = TOKEN
         self.protocol_v2 = True
+        self.cut: int | None = None
         self.faults: list[Fault] = []
         self.seen: list[tuple[str, str, str | None]] = []
 
@@ -405,12 +412,16 @@ class Bench:
     origin: Path
     outside: Path
 
+    @property
+    def remote(self) -> pd.Remote:
+        return pd.Remote.of(self.forge, "o/r")
+
     def prepare(
         self, job: pd.Job, base: str | None = None, request: str | None = None
     ) -> pd.Prepared:
         into = self.outside / job.id
         into.mkdir(exist_ok=True)
-        return self.mirrors.prepare(self.forge, job, into, base, request)
+        return self.mirrors.prepare(self.remote, job, into, base, request)
 
     def box(self, job: pd.Job, prepared: pd.Prepared) -> Box:
         return Box(self.outside / f"box-{job.id}", prepared)
@@ -649,17 +660,51 @@ def test_the_cut_goes_by_distance_through_merges(bench: Bench, tmp_path: Path) -
     prepared = bench.prepare(make_job())
     clone = tmp_path / "reference"
     source = f"file://{origin}"
-    run_git("clone", "--quiet", "--bare", "--depth=50", source, str(clone), at=tmp_path)
+    options = ("--quiet", "--bare", "--single-branch", "--depth=50")
+    run_git("clone", *options, source, str(clone), at=tmp_path)
     assert packed(prepared, tmp_path) == objects(clone)
     assert sorted(prepared.shallow.split()) == sorted(
         (clone / "shallow").read_bytes().split()
     )
 
 
+def tangle(at: Path, seed: int, size: int = 40) -> str:
+    """A random history with many merges; its last commit reaches most of it."""
+    chance = random.Random(seed)
+    lines = []
+    for i in range(size):
+        lines.append(f"commit refs/heads/c{i}\nmark :{i + 1}\n")
+        lines.append(f"committer a <a@example.org> {1_700_000_000 + i} +0000\n")
+        lines.append("data 0\n")
+        near = range(max(1, i - 3), i + 1)
+        parents = chance.sample(near, min(i, chance.choice((1, 1, 2, 3))))
+        for j, parent in enumerate(parents):
+            lines.append(f"{'merge' if j else 'from'} :{parent}\n")
+        lines.append(f"M 100644 inline f{i % 5}\ndata {len(str(i))}\n{i}\n")
+    run_git("fast-import", "--quiet", at=at, feed="".join(lines).encode())
+    return run_git("rev-parse", f"refs/heads/c{size - 1}", at=at)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_any_history_is_cut_as_a_shallow_clone_cuts_it(
+    bench: Bench, tmp_path: Path, depth: int
+) -> None:
+    point(bench.origin, "refs/heads/main", tangle(bench.origin, seed=depth))
+    clone, source = tmp_path / "reference", f"file://{bench.origin}"
+    options = ("--quiet", "--bare", "--single-branch", f"--depth={depth}")
+    run_git("clone", *options, source, str(clone), at=tmp_path)
+    into = bench.outside / "made"
+    into.mkdir()
+    made = bench.mirrors.prepare(bench.remote, make_job(), into, depth=depth)
+    assert packed(made, tmp_path) == objects(clone)
+    edge = (clone / "shallow").read_bytes()
+    assert sorted(made.shallow.split()) == sorted(edge.split())
+
+
 def test_a_siblings_pushed_work_is_never_in_the_pack(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """T: a replica cannot see a sibling's work, whatever the mirror holds."""
+    """A replica cannot see a sibling's work, whatever the mirror holds."""
     one, two = make_job(1, 2), make_job(2, 2)
     work = bench.work(one, {"code": "a\n" * 50 + "the sibling's answer\n"})
     published = bench.publish(one, work)
@@ -689,6 +734,39 @@ def test_a_lock_left_by_a_killed_git_does_not_stop_the_next_job(bench: Bench) ->
     (mirror / "packed-refs.lock").touch()
     (mirror / "refs/pidispatch/default.lock").touch()
     bench.prepare(make_job(delivery="d2"))
+
+
+def test_a_mirror_held_by_another_process_is_waited_for(bench: Bench) -> None:
+    lock = bench.mirrors.of("github", "o/r").path.with_suffix(".lock")
+    script = "import fcntl,sys; f=open(sys.argv[1],'ab'); fcntl.flock(f,2); print()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{script}; sys.stdout.flush(); sys.stdin.read()", lock],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdin and holder.stdout and holder.stdout.readline()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(bench.prepare, make_job())
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        assert not list(bench.mirrors.root.glob("*.git"))
+        holder.stdin.close()
+        assert waiting.result(60).base == bench.tip("main")
+    holder.wait()
+    holder.stdout.close()
+
+
+def test_a_fetch_that_breaks_off_leaves_nothing_that_looks_complete(
+    bench: Bench, server: GitServer
+) -> None:
+    point(bench.origin, "refs/heads/main", chain(bench.origin, 60))
+    server.cut = 2_000
+    with pytest.raises(pd.InfraError):
+        bench.prepare(make_job())
+    mirror = bench.mirrors.of("github", "o/r")
+    assert not mirror.has(str(bench.tip("main")))
+    server.cut = None
+    assert bench.prepare(make_job()).base == bench.tip("main")
 
 
 def test_many_packs_are_rolled_up_without_losing_a_commit(
@@ -884,12 +962,19 @@ def test_a_silent_server_is_left_after_the_bound_with_no_git_left_behind(
     bench: Bench, server: GitServer
 ) -> None:
     gone = threading.Event()
-    server.faults.append(lambda handler: gone.wait(20))
+    ended: list[bool] = []
+
+    def hang(handler: Handler) -> bool:
+        ended.append(gone.wait(20))
+        return True
+
+    server.faults.append(hang)
     bounds = pd.Bounds(look=0.3)
     mirrors = pd.Mirrors(bench.mirrors.root, bounds=bounds)
     with pytest.raises(pd.TimedOut):
-        mirrors.prepare(bench.forge, make_job(), bench.outside)
+        mirrors.prepare(bench.remote, make_job(), bench.outside)
     assert processes_of(mirrors.root) == []
+    assert ended == [], "git was waited for"
     gone.set()
 
 
@@ -973,7 +1058,7 @@ def test_no_setting_of_the_machine_or_the_user_reaches_git(
     monkeypatch.setenv("GIT_SSH_COMMAND", f"touch {ran}")
     monkeypatch.setenv("GIT_TRACE", str(ran))
     mirrors = pd.Mirrors(tmp_path / "fresh")
-    mirrors.prepare(bench.forge, make_job(), bench.outside)
+    mirrors.prepare(bench.remote, make_job(), bench.outside)
     assert not ran.exists()
     assert {given for _, _, given in server.seen} == {None, server.basic}
 
@@ -1196,6 +1281,35 @@ def test_a_header_that_is_not_version_two_is_refused(
     path = hostile.at.parent / "header.bundle"
     path.write_bytes(start)
     assert hostile.refused(path) == "bad-header"
+
+
+HEADER_PARTS = [
+    b"# v2 git bundle\n",
+    b"# v3 git bundle\n",
+    b"-" + b"1" * 40 + b"\n",
+    b"-" + b"2" * 40 + b" subject\n",
+    b"3" * 40 + b" " + pd.RESULT_REF.encode() + b"\n",
+    b"4" * 40 + b" refs/heads/main\n",
+    b"\n",
+    b"PACK",
+    b"\0",
+]
+
+
+@given(st.lists(st.sampled_from(HEADER_PARTS) | st.binary(max_size=9), max_size=8))
+def test_only_a_well_formed_header_is_read(parts: list[bytes]) -> None:
+    text = b"".join(parts)
+    form = rb"# v2 git bundle\n(-\w{40}( [^\n\0]*)?\n)*(\w{40}) (\S+)\n\n"
+    expected = re.match(form, text)
+    source = io.BytesIO(text)
+    try:
+        tip, _ = pd._bundle_header(source)
+    except pd.BundleRefused as error:
+        assert error.detail in ("bad-header", "wrong-ref")
+        assert not expected or expected[4] != pd.RESULT_REF.encode()
+    else:
+        assert expected and expected[3].decode() == tip
+        assert source.tell() == expected.end()
 
 
 @pytest.mark.parametrize("needed", ["1" * 40, "unrelated"])
@@ -1526,35 +1640,73 @@ def hook(bench: Bench, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        ("echo 'GH006: Protected branch update failed'; exit 1", "push-refused"),
-        (
-            "echo 'refusing to allow a Personal Access Token to create or update"
-            " workflow `.github/workflows/x.yml` without `workflow` scope'; exit 1",
-            "workflow-permission",
-        ),
-        (
-            "echo 'refusing to allow a GitHub App to create or update workflow"
-            " `.github/workflows/x.yml` without `workflows` permission'; exit 1",
-            "workflow-permission",
-        ),
-    ],
-)
-def test_a_rule_of_the_repository_refuses_the_push_once_and_for_all(
-    bench: Bench, script: str, reason: str
+def test_a_hook_that_declines_refuses_the_push_and_its_words_are_told(
+    bench: Bench,
 ) -> None:
-    hook(bench, "pre-receive", script)
+    words = "GH006: Protected branch update failed; internal server error.txt"
+    hook(bench, "pre-receive", f"echo '{words}'; exit 1")
     job = make_job()
     work = bench.work(job)
     with pytest.raises(pd.Refused) as caught:
         bench.publish(job, work)
-    assert caught.value.reason == reason
-    assert "canary" not in caught.value.message
+    assert caught.value.reason == "push-refused"
+    assert words in caught.value.message
     assert bench.tip("pi/issue-7") is None
-    (comment,) = bench.forge.comments
-    assert reason in comment and "Done." in comment
+
+
+def line(text: str) -> bytes:
+    return f"{len(text.encode()) + 4:04x}{text}".encode()
+
+
+def refusing(reason: str) -> Fault:
+    """A forge's own refusal of the ref, as the protocol carries it."""
+
+    def fault(handler: Handler) -> bool:
+        if handler.command != "POST" or "receive-pack" not in handler.path:
+            return False
+        ref = "refs/heads/pi/issue-7"
+        report = line("unpack ok\n") + line(f"ng {ref} {reason}\n") + b"0000"
+        band = f"{len(report) + 5:04x}\x01".encode() + report + b"0000"
+        kind = {"Content-Type": "application/x-git-receive-pack-result"}
+        handler.reply(200, kind, band)
+        return True
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("protected branch hook declined", "push-refused"),
+        ("push declined due to repository rule violations", "push-refused"),
+        ("TF402455: Pushes to this branch are not permitted", "push-refused"),
+        ("unpacker error", "push-refused"),
+        (
+            "refusing to allow a Personal Access Token to create or update workflow"
+            " `.github/workflows/x.yml` without `workflow` scope",
+            "workflow-permission",
+        ),
+        (
+            "refusing to allow a GitHub App to create or update workflow"
+            " `.github/workflows/x.yml` without `workflows` permission",
+            "workflow-permission",
+        ),
+        ("failed to update ref", None),
+        ("cannot lock ref 'refs/heads/pi/issue-7'", None),
+        ("Internal Server Error", None),
+    ],
+)
+def test_a_forges_refusal_of_the_branch_is_named_or_tried_again(
+    bench: Bench, server: GitServer, said: str, reason: str | None
+) -> None:
+    job = make_job()
+    work = bench.work(job)
+    server.faults.append(refusing(said))
+    with pytest.raises(pd.Refused if reason else pd.InfraError) as caught:
+        bench.publish(job, work)
+    assert getattr(caught.value, "reason", None) == reason
+    assert said in str(caught.value) and "canary" not in str(caught.value)
+    assert len(bench.forge.comments) == (1 if reason else 0)
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
@@ -1573,13 +1725,14 @@ def test_a_push_that_may_pass_is_worth_a_retry_and_says_nothing_yet(
     assert bench.forge.comments == []
 
 
-def test_a_token_without_write_access_is_push_refused(
-    bench: Bench, server: GitServer
+@pytest.mark.parametrize("code", [403, 404, 413])
+def test_a_status_that_forbids_the_push_is_push_refused(
+    bench: Bench, server: GitServer, code: int
 ) -> None:
     job = make_job()
     work = bench.work(job)
     server.faults.append(
-        lambda handler: "receive-pack" in handler.path and status(403)(handler)
+        lambda handler: "receive-pack" in handler.path and status(code)(handler)
     )
     with pytest.raises(pd.Refused) as caught:
         bench.publish(job, work)
@@ -1665,13 +1818,14 @@ def test_the_request_has_the_marker_the_text_and_the_provenance(bench: Bench) ->
     assert (head, base) == ("pi/issue-7-r1", "main")
     assert request.title == "[r1/3] A fix"
     body = bench.forge.bodies[request.number]
-    assert body.startswith("It fixes.\n")
+    assert body.startswith("It fixes.\n\n---\n")
     last = body.rstrip().splitlines()[-1]
     assert job.id in last and "Replica 1 of 3" in last
     assert "`pi/issue-7-r2`, `pi/issue-7-r3`" in last
     (comment,) = bench.forge.comments
-    assert comment.startswith(f"Replica 1 of 3. The result is in {request.url}.\n")
-    assert "\nDone.\n" in comment
+    marker = f"<!-- pidispatch:{job.id}:result -->"
+    result = f"The result is in {request.url}."
+    assert comment == f"Replica 1 of 3.\n{result}\n\nDone.\n\n{marker}\n"
 
 
 def test_a_plain_job_speaks_of_no_replica(bench: Bench) -> None:
@@ -1786,6 +1940,88 @@ def test_the_comment_counts_kept_commits(
     (comment,) = forge.comments
     assert (said or "without a comment") in comment
     assert ("kept" in comment) == (commits > 0)
+
+
+def rejected() -> pd.Rejected:
+    return pd.Rejected("the forge said no", 422)
+
+
+def test_a_request_the_forge_refuses_is_told_once_and_the_branch_stays(
+    bench: Bench,
+) -> None:
+    job = make_job()
+    work = bench.work(job)
+    tips: list[str] = []
+    bench.forge.fail.append(rejected())
+    with pytest.raises(pd.Refused) as caught:
+        pd.publish_job(bench.forge, bench.mirrors, job, work, tips.append)
+    assert caught.value.reason == "request-refused"
+    assert tips == [bench.tip("pi/issue-7")]
+    (comment,) = bench.forge.comments
+    assert "request-refused" in comment and "Done." in comment
+
+
+def test_a_comment_the_forge_refuses_leaves_the_request(bench: Bench) -> None:
+    job = make_job()
+    work = bench.work(job)
+
+    def locked(*_: object) -> None:
+        raise rejected()
+
+    setattr(bench.forge, "comment", locked)  # noqa: B010
+    with pytest.raises(pd.Refused) as caught:
+        bench.publish(job, work)
+    assert caught.value.reason == "comment-refused"
+    assert bench.forge.titles == ["A fix"]
+
+
+def test_the_first_refusal_is_named_when_its_comment_is_refused_too(
+    bench: Bench,
+) -> None:
+    job = make_job()
+    work = bench.work(job)
+    bench.forge.token = "revoked"
+    bench.forge.fail.append(rejected())
+    with pytest.raises(pd.Refused) as caught:
+        bench.publish(job, work)
+    assert caught.value.reason == "forge-token-unavailable"
+    assert bench.forge.comments == []
+
+
+def test_the_pushed_commit_is_told_before_anything_else_can_fail(
+    bench: Bench,
+) -> None:
+    job = make_job()
+    work = bench.work(job)
+    tips: list[str] = []
+    bench.forge.fail.append(pd.InfraError("killed here"))
+    for _ in range(2):
+        with contextlib.suppress(pd.InfraError):
+            pd.publish_job(bench.forge, bench.mirrors, job, work, tips.append)
+    assert tips == [bench.tip("pi/issue-7")] * 2
+
+
+REFUSED = ["bundle-refused", "branch-moved", "push-refused", "workflow-permission"]
+
+
+@pytest.mark.parametrize("reason", [*REFUSED, "request-refused", "sha-gone"])
+@pytest.mark.parametrize("replica", [None, 2])
+def test_the_comment_of_a_refusal_says_why_and_what_to_do(
+    forge: MemoryForge, reason: str, replica: int | None
+) -> None:
+    job = make_job(replica, replica)
+    work = pd.Work(None, None, "Agent's words.", "1" * 40, None, "main", 1)
+    refusal = pd.Refused(reason, "x")
+    if reason == "bundle-refused":
+        refusal = pd.BundleRefused("bad-object", "x")
+    pd._say(forge, job, work, "refused", refusal=refusal)
+    (comment,) = forge.comments
+    first, second, third, *rest = comment.splitlines()[1 if replica else 0 :]
+    assert comment.startswith("Replica 2 of 2.\n") == (replica is not None)
+    assert f"(`{reason}`):" in first and second.endswith(".")
+    assert third == f"The result is kept; `pidispatch publish {job.id}` tries again."
+    marker = f"<!-- pidispatch:{job.id}:refused -->"
+    assert rest == ["", "Agent's words.", "", marker]
 
 
 def test_a_job_cannot_take_a_siblings_comment_marker(bench: Bench) -> None:

@@ -88,6 +88,13 @@ for step in steps:
         sys.stderr.write(value); sys.stderr.flush()
     elif kind == "ignore_term":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif kind == "slow_goodbye":
+        def goodbye(*_, gone=value):
+            for _ in range(200):
+                os.write(1, b'{"type":"message_update"}\n' * 100)
+            open(gone, "w").close()
+            os._exit(143)
+        signal.signal(signal.SIGTERM, goodbye)
     elif kind == "ready":
         open(value, "w").close()
     elif kind == "hang":
@@ -800,16 +807,47 @@ def test_work_is_bundled_whatever_the_verdict(box: Box) -> None:
     assert box.result().changed == ["x.txt"]
 
 
+@pytest.mark.parametrize("place", ["prepare", "follow", "collect"])
 def test_an_unforeseen_fault_is_infra_with_an_exit_line(
-    box: Box, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    box: Box,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(runner, "drive", broken)
+    monkeypatch.setattr(runner, place, broken)
     ended = box.run()
     assert (ended.code, ended.exit["message"]) == (1, "RuntimeError: unforeseen")
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_fault_while_pi_runs_ends_pi_and_saves_its_work(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = box.path / "ready"
+
+    def broken(*_: object) -> None:
+        wait_for(ready)
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(runner, "follow", broken)
+    box.script(sh(LEFT), {"ready": str(ready)}, {"hang": 60})
+    assert box.run().code == 1
+    assert box.result().changed == ["left.txt"]
+
+
+def test_a_pi_that_talks_while_it_is_stopped_is_read_to_its_end(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "PI_GRACE", 20.0)
+    box.settings["maxTurns"] = 1
+    gone = box.path / "gone"
+    goodbye = {"slow_goodbye": str(gone)}
+    box.script(goodbye, {"turn": "toolUse"}, {"turn": "toolUse"}, {"hang": 60})
+    assert box.run().exit["reason"] == "turn-budget"
+    assert gone.exists()
 
 
 # --------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ REFUSED: tuple[tuple[str, Any, str, tuple[str, ...]], ...] = (
     ),
     (
         "states on another forge",
-        entry(request("approved", reviewState=["approved"]), GITLAB),
+        entry(request("review_submitted", reviewState=["approved"]), GITLAB),
         ".on.reviewState",
         ("github",),
     ),

@@ -1,0 +1,689 @@
+"""Section dispatch: the ladder's order, the verdicts, retries and recovery.
+
+The engine here is a stand-in that records what it was asked; the real one is driven
+by test_main_path.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FakeClock, Maker
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pidispatch
+from pidispatch import BoxExit, Refused, Result, Verdict
+
+CAPS = pidispatch.Caps(25, None, None, "UTC")
+
+
+# -- the verdict ----------------------------------------------------------------
+
+DONE = Result(0, None, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("ended", "stopped", "verdict"),
+    [
+        (BoxExit(code=0, result=DONE), None, ("completed", None)),
+        (BoxExit(code=0), None, ("failed", "no-result")),
+        (BoxExit(code=0, result=Result(2, "x")), None, ("failed", "no-result")),
+        (BoxExit(code=1), None, ("retry", "infra")),
+        (BoxExit(code=1, result=DONE), None, ("retry", "infra")),
+        (
+            BoxExit(code=2, result=Result(2, "turn-budget")),
+            None,
+            ("policy", "turn-budget"),
+        ),
+        (
+            BoxExit(code=2, result=Result(2, "made up")),
+            None,
+            ("policy", "runner-policy"),
+        ),
+        (BoxExit(code=2), None, ("policy", "runner-policy")),
+        (BoxExit(code=137, oom=True), None, ("policy", "oom-killed")),
+        (BoxExit(code=137), None, ("failed", "unexpected-exit")),
+        (BoxExit(code=None), None, ("failed", "lost")),
+        (BoxExit(code=143), None, ("failed", "unexpected-exit")),
+        (
+            BoxExit(code=0, result=DONE, budget_spent=True),
+            None,
+            ("policy", "token-budget"),
+        ),
+        (BoxExit(code=1, budget_spent=True), None, ("policy", "token-budget")),
+        (BoxExit(code=0, result=DONE), "timeout", ("policy", "timeout")),
+        (BoxExit(code=143), "operator-cancel", ("policy", "operator-cancel")),
+        (BoxExit(code=137), "shutdown", ("failed", "shutdown")),
+        (
+            BoxExit(code=0, result=DONE, outbox_refused=True),
+            None,
+            ("policy", "outbox-refused"),
+        ),
+    ],
+)
+def test_a_box_is_judged_by_our_stop_the_gate_the_engine_then_its_code(
+    ended: BoxExit, stopped: str | None, verdict: tuple[str, str | None]
+) -> None:
+    assert pidispatch.verdict_of(ended, stopped) == verdict
+
+
+@given(
+    st.integers(0, 255),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, "timeout", "operator-cancel", "shutdown"]),
+)
+def test_only_exit_one_is_ever_retried(
+    code: int, oom: bool, spent: bool, stopped: str | None
+) -> None:
+    """A determinate answer is never paid for twice."""
+    ended = BoxExit(code=code, oom=oom, budget_spent=spent)
+    verdict = pidispatch.verdict_of(ended, stopped)
+    if verdict.outcome == "retry":
+        assert (code, oom, spent, stopped) == (1, False, False, None)
+
+
+# -- the gate's meter and the runner's line ---------------------------------------
+
+
+def call(n: int, total: int, **forks: Any) -> str:
+    figures = {"input": total, "output": 0, "cacheRead": 0, "cacheWrite": 0}
+    running = {"calls": n, **figures, "total": total, "cost": 0.5, "forks": forks}
+    return json.dumps({"event": "call", "n": n, "sum": running})
+
+
+def test_the_last_running_total_counts_and_noise_is_no_matter() -> None:
+    lines = ["", "noise", "[1]", call(1, 10), "{", call(2, 25), "null"]
+    tokens, forks, spent = pidispatch.meter_of(lines)
+    assert tokens == pidispatch.Tokens(25, 0, 0, 0, 25, 0.5)
+    assert forks == pidispatch.Forks(0, 0, None)
+    assert not spent
+
+
+def test_forks_are_summed_and_a_spent_budget_is_seen() -> None:
+    rows = {"c/a": {"total": 5, "cost": 0.1}, "c/b": {"total": 7, "cost": None}}
+    refused = json.dumps({"event": "refused", "reason": "budget"})
+    tokens, forks, spent = pidispatch.meter_of([call(1, 12, **rows), refused])
+    assert tokens
+    assert forks == pidispatch.Forks(2, 12, 0.1)
+    assert spent
+
+
+def test_no_call_is_no_figure_rather_than_zero() -> None:
+    assert pidispatch.meter_of(['{"event":"listening","port":1}']) == (
+        None,
+        None,
+        False,
+    )
+
+
+def test_the_runners_last_exit_line_counts_and_a_wrong_one_is_none() -> None:
+    lines = ['{"event":"exit","code":1}', '{"event":"exit","code":0,"turns":2}', "x"]
+    assert pidispatch.result_of(lines) == Result(0, None, 2, 0)
+    assert pidispatch.result_of(['{"event":"exit","code":"zero"}']) is None
+    assert pidispatch.result_of([]) is None
+
+
+# -- what the gate is told ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "outside"),
+    [
+        ("http://localhost:11434/v1", "http://host.docker.internal:11434/v1"),
+        ("http://127.0.0.1/v1", "http://host.docker.internal/v1"),
+        ("http://[::1]:80/v1", "http://host.docker.internal:80/v1"),
+        ("http://localhost.example/v1", "http://localhost.example/v1"),
+        ("https://api.example.com/v1", "https://api.example.com/v1"),
+    ],
+)
+def test_a_loopback_provider_means_the_engines_host(url: str, outside: str) -> None:
+    assert pidispatch.outside_url(url) == outside
+    assert pidispatch.gate_url(outside) == "http://gate:8080/" + outside.split("//")[1]
+
+
+# -- a stand-in engine --------------------------------------------------------------
+
+
+@dataclass
+class FakeBox:
+    """A box that ends as it was told to."""
+
+    engine: FakeEngine
+    spec: pidispatch.BoxSpec
+
+    def start(self, inputs: Mapping[str, bytes | Path]) -> None:
+        self.engine.log.append("start")
+        if self.engine.start_error:
+            raise self.engine.start_error
+        self.engine.inputs.append(dict(inputs))
+
+    def wait(self, seconds: int) -> bool:
+        return self.engine.ends.is_set()
+
+    def stop(self) -> None:
+        self.engine.log.append("stop")
+
+    def collect(self, into: Path) -> BoxExit:
+        return self.engine.exits.pop(0)
+
+    def log(self) -> bytes:
+        return b"line\n" * 3
+
+    def remove(self) -> None:
+        self.engine.log.append("remove")
+
+
+@dataclass
+class FakeEngine:
+    """Images by tag, exits in order, and a log of what was asked."""
+
+    images: dict[str, pidispatch.Image]
+    exits: list[BoxExit] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    running: dict[str, FakeBox] = field(default_factory=dict)
+    start_error: Exception | None = None
+    ends: threading.Event = field(default_factory=threading.Event)
+    models: dict[str, Any] = field(default_factory=dict)
+
+    def image(self, tag: str) -> pidispatch.Image | None:
+        return self.images.get(tag)
+
+    def catalogue(self, image: pidispatch.Image) -> Mapping[str, Any]:
+        return self.models
+
+    def open(self, spec: pidispatch.BoxSpec) -> FakeBox:
+        self.log.append("open")
+        return FakeBox(self, spec)
+
+    def adopt(self, job: str) -> pidispatch.Box | None:
+        return self.running.get(job)
+
+    def sweep(self, keep: frozenset[str]) -> int:
+        self.log.append(f"sweep {sorted(keep)}")
+        return 0
+
+
+class FakeForge:
+    """A forge that notes what it was told."""
+
+    kind: pidispatch.ForgeKind = "github"
+
+    def __init__(self) -> None:
+        self.comments: list[tuple[str, str]] = []
+        self.token_error: Exception | None = None
+        self.asked = 0
+
+    def credential(self, repo: str) -> pidispatch.Credential:
+        self.asked += 1
+        if self.token_error:
+            raise self.token_error
+        return pidispatch.Credential("x", "y")
+
+    def clone_url(self, repo: str) -> str:
+        return f"http://forge/{repo}.git"
+
+    def comment(
+        self, repo: str, target: pidispatch.Target, text: str, marker: str
+    ) -> None:
+        if marker not in [seen for seen, _ in self.comments]:
+            self.comments.append((marker, text))
+
+
+def image(capabilities: str = "replicas,gate", **labels: str) -> pidispatch.Image:
+    values = {pidispatch.LABEL + "capabilities": capabilities}
+    values |= {pidispatch.LABEL + k: v for k, v in labels.items()}
+    return pidispatch.Image("pi-job:latest", "sha256:1", values, 1001, 1001)
+
+
+@dataclass
+class Bench:
+    """A dispatcher with stand-ins around it and a real store inside."""
+
+    dispatcher: pidispatch.Dispatcher
+    store: pidispatch.Store
+    engine: FakeEngine
+    forge: FakeForge
+    maker: Maker
+    clock: FakeClock
+
+    def run(self, replicas: int | None = None, **run: Any) -> list[pidispatch.RunRow]:
+        delivery = self.maker.delivery()
+        self.store.admit(delivery, self.maker.jobs(delivery.event, replicas, **run))
+        return self.work()
+
+    def work(self) -> list[pidispatch.RunRow]:
+        while claimed := self.store.claim():
+            self.dispatcher.run(claimed)
+        return self.store.runs(9)
+
+    def used(self) -> int:
+        return self.store.status(CAPS, self.clock()).used
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path,
+    store: pidispatch.Store,
+    clock: FakeClock,
+    maker: Maker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Bench]:
+    engine = FakeEngine({"pi-job:latest": image()})
+    engine.ends.set()
+    forge = FakeForge()
+    settings = pidispatch.Settings(
+        state_dir=tmp_path / "state", keys={"anthropic": "key"}, model="m"
+    )
+    dispatcher = pidispatch.Dispatcher(
+        settings,
+        store,
+        engine,
+        {"github": forge},  # type: ignore[dict-item]
+        clock=clock,
+        new_token=lambda: "token",
+    )
+
+    def prepared(*args: Any) -> pidispatch.Prepared:
+        engine.log.append("prepare")
+        pack = tmp_path / "base.pack"
+        pack.write_bytes(b"")
+        return pidispatch.Prepared(
+            "b" * 40, "main", None, None, pack, b"", {"SKILL.md": b"x"}
+        )
+
+    monkeypatch.setattr(dispatcher.mirrors, "prepare", prepared)
+    monkeypatch.setattr(dispatcher.mirrors, "release", lambda job: None)
+    monkeypatch.setattr(
+        pidispatch, "publish_job", lambda *args: pidispatch.Published(None, None)
+    )
+    yield Bench(dispatcher, store, engine, forge, maker, clock)
+
+
+OK = BoxExit(code=0, result=DONE, tokens=pidispatch.Tokens(1, 1, 0, 0, 2, 0.1))
+
+
+def test_a_job_climbs_runs_is_recorded_and_removed(bench: Bench) -> None:
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    assert (run.state, run.tokens) == ("completed", 2)
+    assert bench.engine.log == ["open", "prepare", "start", "remove"]
+    assert bench.used() == 1
+    assert sorted(bench.engine.inputs[0]) == [
+        "base.pack",
+        "event.json",
+        "job.json",
+        "prompt.md",
+        "shallow",
+        "skill/fix-issue/SKILL.md",
+    ]
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("absent", {"image": "none:x"}, {}, "job-image-missing"),
+    ("forges", {}, {"image": image(forges="gitlab")}, "job-image-forge-unsupported"),
+    ("no forges", {}, {"image": image(forges="")}, "job-image-forge-unsupported"),
+    ("bare", {"replicas": 2}, {"image": image("")}, "job-image-replicas-unsupported"),
+    (
+        "gate only",
+        {"replicas": 2},
+        {"image": image("gate")},
+        "job-image-replicas-unsupported",
+    ),
+    (
+        "tools",
+        {"excludeTools": ("bash",)},
+        {},
+        "job-image-exclude-tools-unsupported",
+    ),
+    ("provider", {"provider": "nobody"}, {}, "provider-unconfigured"),
+    ("key", {"provider": "openai"}, {}, "provider-unconfigured"),
+    ("resume", {"resume": True}, {}, "not-in-this-version"),
+    ("agent", {"publish": "agent"}, {}, "not-in-this-version"),
+    (
+        "model",
+        {"model": "x"},
+        {"models": {"anthropic": {"models": [{"id": "m"}]}}},
+        "model-unknown",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("run", "world", "reason"),
+    [row[1:] for row in REFUSED],
+    ids=[row[0] for row in REFUSED],
+)
+def test_a_refusal_costs_nothing_and_is_said_once(
+    bench: Bench, run: dict[str, Any], world: dict[str, Any], reason: str
+) -> None:
+    if "image" in world:
+        bench.engine.images["pi-job:latest"] = world["image"]
+    bench.engine.models = world.get("models", {})
+    rows = bench.run(**run)
+    assert {(row.state, row.reason) for row in rows} == {("policy", reason)}
+    assert bench.engine.log == []
+    assert bench.forge.asked == 0, "no token is taken"
+    assert bench.used() == 0
+    assert len(bench.forge.comments) == 1, "one comment for the whole set"
+    marker, text = bench.forge.comments[0]
+    assert reason in text
+    assert text.endswith(marker + "\n")
+    assert bench.store.claim() is None
+
+
+def test_a_gate_image_without_a_gate_is_refused(bench: Bench) -> None:
+    bench.dispatcher.settings = replace(bench.dispatcher.settings, gate_image="other")
+    bench.engine.images["other"] = image("replicas")
+    [run] = bench.run()
+    assert run.reason == "gate-image-missing"
+    assert bench.engine.log == []
+
+
+def test_a_spent_cap_is_seen_before_anything_is_minted(bench: Bench) -> None:
+    bench.dispatcher.settings = replace(bench.dispatcher.settings, daily_cap=1)
+    bench.engine.exits.append(OK)
+    rows = bench.run(2)
+    assert [(r.state, r.reason) for r in reversed(rows)] == [
+        ("completed", None),
+        ("policy", "over-budget"),
+    ]
+    assert bench.engine.log.count("open") == 1
+    assert bench.used() == 1
+
+
+def test_a_cap_spent_meanwhile_refuses_at_the_reservation_and_removes_the_box(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.store, "peek_caps", lambda caps: None)
+    bench.dispatcher.settings = replace(bench.dispatcher.settings, daily_cap=1)
+    bench.engine.exits.append(OK)
+    rows = bench.run(2)
+    assert rows[0].reason == "over-budget"
+    assert bench.engine.log[-1] == "remove"
+    assert bench.engine.log.count("start") == 1
+
+
+def test_an_overlay_is_read_for_every_job(bench: Bench, tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay.json"
+    bench.dispatcher.settings = replace(
+        bench.dispatcher.settings, settings_file=overlay
+    )
+    overlay.write_text('{"model": "other"}')
+    bench.engine.exits.append(OK)
+    bench.run()
+    assert json.loads(bench.engine.inputs[0]["job.json"])["model"] == "other"
+    overlay.write_text("nonsense")
+    bench.clock.pass_(pidispatch.WINDOW_SECONDS)
+    rows = bench.run()
+    assert rows[0].reason == "settings-overlay-invalid"
+
+
+def test_trouble_before_the_container_is_deferred_and_costs_no_attempt(
+    bench: Bench,
+) -> None:
+    bench.forge.token_error = pidispatch.InfraError("the forge is away")
+    [run] = bench.run()
+    assert run.state == "queued"
+    assert bench.used() == 0
+    bench.forge.token_error = None
+    bench.engine.exits.append(OK)
+    bench.clock.pass_(61)
+    [run] = bench.work()
+    assert run.state == "completed"
+    record = bench.store.run(run.id)[1]
+    assert record
+    assert record.attempt == 1
+
+
+def test_a_container_that_does_not_start_gives_its_slot_back(bench: Bench) -> None:
+    bench.engine.start_error = OSError("no such runtime")
+    [run] = bench.run()
+    assert run.state == "queued"
+    assert bench.used() == 0
+    assert bench.engine.log[-1] == "remove"
+
+
+def test_infra_is_retried_once_after_a_minute_and_keeps_both_slots(
+    bench: Bench,
+) -> None:
+    bench.engine.exits += [BoxExit(code=1), BoxExit(code=1)]
+    [run] = bench.run()
+    assert run.state == "queued"
+    assert bench.store.claim() is None
+    bench.clock.pass_(60)
+    [run] = bench.work()
+    assert (run.state, run.reason) == ("failed", "infra")
+    assert bench.used() == 2
+    record = bench.store.run(run.id)[1]
+    assert record
+    assert record.attempt == 2
+    [(_, text)] = bench.forge.comments
+    assert "infra" in text
+
+
+def test_a_run_past_its_time_is_stopped_and_said_so(bench: Bench) -> None:
+    """T42."""
+    bench.engine.ends.clear()
+    bench.engine.exits.append(BoxExit(code=143))
+    stop = bench.dispatcher._stop_reason
+
+    def later(attempt: pidispatch.Attempt) -> str | None:
+        bench.clock.pass_(pidispatch.JOB_SECONDS)
+        return stop(attempt)
+
+    bench.dispatcher._stop_reason = later  # type: ignore[method-assign]
+    [run] = bench.run()
+    assert (run.state, run.reason) == ("policy", "timeout")
+    assert bench.engine.log[-2:] == ["stop", "remove"]
+
+
+def test_a_cancelled_run_is_stopped_and_its_sibling_goes_on(bench: Bench) -> None:
+    """T44."""
+    delivery = bench.maker.delivery()
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event, 2))
+    bench.engine.ends.clear()
+    bench.engine.exits += [BoxExit(code=143), OK]
+    first = bench.store.claim()
+    assert first
+    bench.store.cancel(first.job.id)
+    bench.dispatcher.run(first)
+    bench.engine.ends.set()
+    rows = bench.work()
+    assert [(r.state, r.reason) for r in reversed(rows)] == [
+        ("policy", "operator-cancel"),
+        ("completed", None),
+    ]
+
+
+def test_leaving_keeps_the_container_and_the_next_start_adopts_it(
+    bench: Bench,
+) -> None:
+    """T37."""
+    bench.engine.ends.clear()
+    bench.dispatcher.leaving.set()
+    [run] = bench.run()
+    assert run.state == "running"
+    assert "remove" not in bench.engine.log
+    box = FakeBox(bench.engine, None)  # type: ignore[arg-type]
+    bench.engine.running[run.id] = box
+    bench.dispatcher.leaving.clear()
+    bench.engine.ends.set()
+    bench.engine.exits.append(OK)
+    [adopted] = bench.dispatcher.reconcile()
+    bench.dispatcher.adopt(*adopted)
+    [run] = bench.store.runs(9)
+    assert run.state == "completed"
+    assert bench.used() == 1, "nothing is paid twice"
+
+
+def test_a_running_job_without_a_container_is_lost_and_keeps_its_slot(
+    bench: Bench,
+) -> None:
+    bench.engine.ends.clear()
+    bench.dispatcher.leaving.set()
+    bench.run()
+    bench.dispatcher.leaving.clear()
+    assert bench.dispatcher.reconcile() == []
+    [run] = bench.store.runs(9)
+    assert (run.state, run.reason) == ("failed", "lost")
+    assert bench.used() == 1
+
+
+def test_what_never_started_is_queued_again_and_leftovers_are_swept(
+    bench: Bench,
+) -> None:
+    """T37, T39."""
+    delivery = bench.maker.delivery()
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event, 2))
+    first, second = bench.store.claim(), bench.store.claim()
+    assert first and second
+    bench.store.start(second, CAPS)
+    assert bench.dispatcher.reconcile() == []
+    assert [run.state for run in bench.store.runs(9)] == ["queued", "queued"]
+    assert bench.used() == 0
+    assert bench.engine.log == ["sweep []"]
+
+
+def test_a_bug_of_ours_is_recorded_and_does_not_stop_the_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(attempt: object) -> bytes:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pidispatch, "gate_line", broken)
+    [run] = bench.run()
+    assert (run.state, run.reason) == ("failed", "internal-error")
+
+
+def test_publishing_is_tried_again_with_growing_waits_and_the_agent_is_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+
+    def away(*args: object) -> pidispatch.Published:
+        tries.append(bench.clock())
+        raise pidispatch.InfraError("502")
+
+    monkeypatch.setattr(pidispatch, "publish_job", away)
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    assert run.state == "publishing"
+    for _ in range(40):
+        bench.clock.pass_(1)
+        bench.dispatcher.publish_due()
+    waits = [b - a for a, b in itertools.pairwise(tries)]
+    assert waits == [5, 10, 20]
+    request = pidispatch.Request(1, "http://x/1", "t")
+    monkeypatch.setattr(
+        pidispatch, "publish_job", lambda *args: pidispatch.Published(None, request)
+    )
+    bench.clock.pass_(60)
+    bench.dispatcher.publish_due()
+    [run] = bench.store.runs(9)
+    assert (run.state, run.request) == ("completed", request)
+    assert bench.engine.log.count("start") == 1
+
+
+def test_a_determinate_no_of_the_forge_ends_publishing_by_name(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(*args: object) -> pidispatch.Published:
+        raise Refused("branch-moved", "someone pushed")
+
+    monkeypatch.setattr(pidispatch, "publish_job", moved)
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    assert (run.state, run.reason) == ("completed", "branch-moved")
+    assert bench.store.due_notices() == []
+
+
+def test_each_replica_may_run_on_its_own_model(bench: Bench) -> None:
+    bench.engine.exits += [OK, OK]
+    bench.run(2, replicaModels=("anthropic/one", "anthropic/two"))
+    models = [json.loads(i["job.json"])["model"] for i in bench.engine.inputs]
+    assert models == ["one", "two"]
+
+
+def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
+    assert [name for name, _ in pidispatch.LADDER] == [
+        "overlay",
+        "image",
+        "forges",
+        "capabilities",
+        "version",
+        "provider",
+        "gate image",
+        "caps, a look",
+        "token",
+        "box",
+        "workspace",
+        "flow",
+        "caps, reserved",
+    ]
+
+
+def test_verdicts_are_tuples_with_names() -> None:
+    assert Verdict("completed", None).outcome == "completed"
+
+
+def test_an_engine_that_is_away_is_waited_for_and_the_run_is_not_lost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.engine.exits.append(OK)
+    away = [pidispatch.InfraError("restarting")] * 2
+    wait = FakeBox.wait
+
+    def shaky(self: FakeBox, seconds: int) -> bool:
+        if away:
+            raise away.pop()
+        return wait(self, seconds)
+
+    monkeypatch.setattr(FakeBox, "wait", shaky)
+    monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
+    [run] = bench.run()
+    assert run.state == "completed"
+    assert bench.used() == 1
+
+
+def test_a_captured_log_is_private_capped_and_says_that_it_was_cut(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T45."""
+    bench.dispatcher.settings = replace(bench.dispatcher.settings, capture_logs=True)
+    monkeypatch.setattr(pidispatch, "LOG_MAX_BYTES", 7)
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    folder = bench.dispatcher.settings.state_dir / "logs"
+    [path] = folder.iterdir()
+    assert path.name == f"{pidispatch.container_name(run.id)}.log"
+    assert path.read_bytes() == b"[earlier lines were cut]\ne\nline\n"
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_every_reason_that_is_written_stands_in_the_vocabulary() -> None:
+    """A record holds fixed words only: no reason is made up along the way."""
+    known = {*pidispatch.REFUSALS, *pidispatch.PUBLISH_REFUSALS}
+    known |= {*pidispatch.END_REASONS, *pidispatch.DROP_REASONS}
+    written = set()
+    for node in ast.walk(ast.parse(Path(pidispatch.__file__).read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        place = {"Refused": 0, "Drop": 0, "Verdict": 1}.get(node.func.id)
+        if place is None or len(node.args) <= place:
+            continue
+        word = node.args[place]
+        if isinstance(word, ast.Constant) and word.value:
+            written.add(word.value)
+    assert len(written) > 20
+    assert written <= known, written - known

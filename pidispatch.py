@@ -402,10 +402,13 @@ class ConfigError(PidispatchError):
 class Faults(ConfigError):
     """Every fault of one file or of the environment, found in one pass."""
 
-    def __init__(self, source: str, faults: Sequence[str]) -> None:
+    def __init__(
+        self, source: str, faults: Sequence[str], fix: str | None = None
+    ) -> None:
         self.source = source
         self.faults = tuple(faults)
-        super().__init__("\n".join(f"{source}: {fault}" for fault in faults))
+        message = "\n".join(f"{source}: {fault}" for fault in faults)
+        super().__init__(message, fix or f"correct {source}")
 
 
 class InfraError(PidispatchError):
@@ -429,12 +432,14 @@ class Refused(PidispatchError):
 # =============================================================================
 
 
-def _integer(minimum: int) -> Callable[[str], int]:
+def _integer(minimum: int, maximum: int = 10**16) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not re.fullmatch(r"0|[1-9][0-9]{0,15}", text.strip()):
             raise ValueError("must be a whole number in plain digits")
         if int(text) < minimum:
             raise ValueError(f"must be at least {minimum}")
+        if int(text) > maximum:
+            raise ValueError(f"must be at most {maximum}")
         return int(text)
 
     return parse
@@ -501,6 +506,19 @@ def _memory(text: str) -> str:
     return text.strip()
 
 
+def _pool(text: str) -> str:
+    from ipaddress import IPv4Network
+
+    try:
+        if IPv4Network(text.strip()).prefixlen > 28:
+            raise ValueError("must hold at least one /28")
+    except ValueError as error:
+        raise ValueError(f"must be an IPv4 range such as 10.213.0.0/16: {error}") from (
+            error
+        )
+    return text.strip()
+
+
 def _data_dir() -> Path:
     import platformdirs
 
@@ -551,11 +569,15 @@ class Settings:
     bind: str = _setting(
         "PI_BIND", _text, "0.0.0.0", "Address of the webhook receiver."
     )
-    port: int = _setting("PI_PORT", _integer(0), 3000, "Port of the webhook receiver.")
+    port: int = _setting(
+        "PI_PORT", _integer(0, 65_535), 3000, "Port of the webhook receiver."
+    )
     panel_bind: str = _setting(
         "PI_PANEL_BIND", _text, "127.0.0.1", "Address of the panel."
     )
-    panel_port: int = _setting("PI_PANEL_PORT", _integer(0), 3001, "Port of the panel.")
+    panel_port: int = _setting(
+        "PI_PANEL_PORT", _integer(0, 65_535), 3001, "Port of the panel."
+    )
     panel_token: str | None = _setting(
         "PANEL_TOKEN", _text, None, "Needed when the panel is bound elsewhere."
     )
@@ -583,7 +605,7 @@ class Settings:
     job_cpus: int = _setting("PI_JOB_CPUS", _integer(1), 2, "CPUs of a job.")
     network_pool: str = _setting(
         "PI_NETWORK_POOL",
-        _text,
+        _pool,
         "10.213.0.0/16",
         "Range the jobs' /28 networks come from.",
     )
@@ -687,12 +709,9 @@ def load_settings(
 
     Raises `Faults` that names every wrong variable at once.
     """
-    from dotenv import dotenv_values
-
-    kept = dotenv_values(dotenv) if dotenv and dotenv.is_file() else {}
-    values: dict[str, str] = {k: v for k, v in kept.items() if v is not None}
-    values.update(os.environ if environ is None else environ)
     faults: list[str] = []
+    values = _dotenv(dotenv, faults) if dotenv and dotenv.is_file() else {}
+    values.update(os.environ if environ is None else environ)
     parsed = _parse_fields(values, faults)
     if "providers_file" in parsed:
         parsed["providers"] = _load_providers(parsed["providers_file"], faults)
@@ -703,8 +722,19 @@ def load_settings(
         if values.get(row.key_variable, "").strip()
     }
     if faults:
-        raise Faults("settings", faults)
+        raise Faults("settings", faults, "correct the environment or .env")
     return Settings(**parsed)
+
+
+def _dotenv(path: Path, faults: list[str]) -> dict[str, str]:
+    from dotenv import dotenv_values
+
+    try:
+        kept = dotenv_values(path)
+    except (OSError, UnicodeError) as error:
+        faults.append(f"{path} cannot be read: {type(error).__name__}")
+        return {}
+    return {name: value for name, value in kept.items() if value is not None}
 
 
 def _parse_fields(values: Mapping[str, str], faults: list[str]) -> dict[str, Any]:
@@ -1931,13 +1961,16 @@ def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
     )
 
 
+_NO_RULES_FIX = "name another file, or let `pidispatch init` write an example"
+
+
 def read_triggers(path: Path) -> tuple[Rule, ...]:
     """`load_triggers` of a file; one that cannot be read is a fault as well."""
     try:
         text = path.read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise Faults(str(path), [f"cannot be read: {why}"]) from error
+        raise Faults(str(path), [f"cannot be read: {why}"], _NO_RULES_FIX) from error
     return load_triggers(text, str(path))
 
 
@@ -3288,7 +3321,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int | None
     tokens: int | None
     at: float
-    request: Request | None = None
+    request: Request | None
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -3328,7 +3361,15 @@ class Reader:
         return connection
 
     def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
-        return self._read.execute(sql, values).fetchall()
+        import sqlite3
+
+        try:
+            return self._read.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise InfraError(
+                f"the database {self.path} could not be read: {error}",
+                "see `pidispatch doctor`",
+            ) from error
 
     def flag(self, name: str) -> str | None:
         rows = self._rows("SELECT value FROM flags WHERE name = ?", name)
@@ -3413,6 +3454,7 @@ def _run_row(row: sqlite3.Row) -> RunRow:
         replicas=job.replicas,
         tokens=None,
         at=row["queued_at"],
+        request=None,
     )
 
 
@@ -4363,9 +4405,10 @@ class DockerEngine:
             try:
                 # use_context: never a remote engine that only the CLI was told of
                 client = docker.from_env(use_context=False, timeout=60).api
-            except (docker.errors.DockerException, OSError) as error:
+            except (docker.errors.DockerException, OSError, ValueError) as error:
                 raise InfraError(
-                    f"no Docker Engine answers: {error}", "start the Docker Engine"
+                    f"no Docker Engine answers: {error}",
+                    "start the Docker Engine, or correct DOCKER_HOST",
                 ) from error
             self._local.api = client
         return client
@@ -4393,8 +4436,11 @@ class DockerEngine:
             facts = self.api.inspect_image(tag)  # type: ignore[no-untyped-call]
         except docker.errors.ImageNotFound:
             return None
-        except (docker.errors.APIError, OSError) as error:
-            raise InfraError(f"the engine could not inspect {tag}: {error}") from error
+        except (docker.errors.DockerException, OSError) as error:
+            raise InfraError(
+                f"the engine could not inspect {tag}: {error}",
+                "check the image's name and the engine",
+            ) from error
         config = facts.get("Config") or {}
         uid, _, gid = str(config.get("User") or "").partition(":")
         labels = config.get("Labels") or {}
@@ -6876,7 +6922,7 @@ class TriggersFile:
     def _validate(self, content: bytes | None) -> tuple[Rule, ...]:
         source = str(self.path)
         if content is None:
-            raise Faults(source, ["cannot be read"])
+            raise Faults(source, ["cannot be read"], _NO_RULES_FIX)
         rules = load_triggers(content, source)
         faults = [
             f"triggers[{rule.index}].run.kind: {json.dumps(rule.run.kind)} is not "
@@ -7625,16 +7671,19 @@ class LogFormat(logging.Formatter):
         self.redactor, self.plain = redactor, plain
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = {k: v for k, v in getattr(record, "fields", {}).items() if v}
+        given = getattr(record, "fields", {}).items()
+        fields = {k: v for k, v in given if v not in (None, "")}
         event = record.getMessage()
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
         if self.plain:
-            pairs = " ".join(f"{k}={v}" for k, v in fields.items())
-            line = f"{time.strftime('%H:%M:%S')} {event} {pairs}".rstrip()
+            pairs = "".join(f" {k}={v}" for k, v in fields.items())
+            first = f"{time.strftime('%H:%M:%S')} {event}{pairs}"
+            lines = [first, *trace.split("\n")] if trace else [first]
+            line = "\n".join(map(plain_text, lines))
         else:
             head = {"t": iso(record.created), "level": record.levelname.lower()}
-            line = json.dumps({**head, "event": event, **fields}, default=str)
+            more = {"traceback": trace} if trace else {}
+            line = json.dumps({**head, "event": event, **fields, **more}, default=str)
         return self.redactor.redact(line)
 
 
@@ -7675,7 +7724,7 @@ class Service:
             clock=clock,
         )
         self.inbox = Inbox(self.intake)
-        self.edge = Edge(self.intake, settings.bind, settings.port)
+        self.edge = _listen(self.intake, settings)
         self._works = False
 
     def start(self, *, worker: bool = True) -> None:
@@ -7698,26 +7747,48 @@ class Service:
         self.store.close()
 
 
+def _listen(intake: Intake, settings: Settings) -> Edge:
+    """The receiver. Raises `ConfigError` when its address cannot be had."""
+    try:
+        return Edge(intake, settings.bind, settings.port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {settings.bind}:{settings.port}: {error.strerror}",
+            "set PI_BIND and PI_PORT to an address of this machine that is free",
+        ) from error
+
+
 # -- tables -------------------------------------------------------------------
 
 
 def plain_text(value: object) -> str:
-    """Text for a terminal: control and bidi characters shown as symbols."""
-    return "".join(_visible(character) for character in str(value))
+    """Text for a terminal: what it would obey, not show, becomes a symbol."""
+    text = str(value)
+    return text if text.isprintable() else "".join(map(_visible, text))
+
+
+#: Controls, format characters (bidi, zero width), lone surrogates, line breaks.
+_INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+_JOINERS = "\u200c\u200d"  # of Persian words and of emoji; they move nothing
 
 
 def _visible(character: str) -> str:
+    import unicodedata
+
     code = ord(character)
     if code < 0x20:
         return chr(0x2400 + code)
-    if code == 0x7F or 0x80 <= code < 0xA0:
-        return "\N{REPLACEMENT CHARACTER}"
-    if (
-        character
-        in "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-    ):
+    if unicodedata.category(character) in _INVISIBLE and character not in _JOINERS:
         return "\N{REPLACEMENT CHARACTER}"
     return character
+
+
+def problem_text(error: PidispatchError) -> str:
+    """A line for each thing that is wrong, and one that says what to do."""
+    lines = [f"pidispatch: {plain_text(line)}" for line in error.message.split("\n")]
+    if error.fix:
+        lines.append(f"  fix: {plain_text(error.fix)}")
+    return "\n".join(lines)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -7752,16 +7823,25 @@ def _run_cells(run: RunRow) -> tuple[object, ...]:
     )
 
 
-def run_detail(run: RunRow, record: Record | None, others: Sequence[RunRow]) -> str:
+class RunDetail(msgspec.Struct, frozen=True):
+    """One job: its row, its record once it has ended, its siblings' rows."""
+
+    run: RunRow
+    record: Record | None
+    siblings: list[RunRow]
+
+
+def run_detail(detail: RunDetail) -> str:
     """Everything of one run, then its siblings by job id with their requests."""
+    run = detail.run
     lines = [f"{'state':14}{run.state}"]
-    if record:
-        for name, value in msgspec.to_builtins(record).items():
+    if detail.record:
+        for name, value in msgspec.to_builtins(detail.record).items():
             shown = "-" if value is None else json_or_text(value)
             lines.append(f"{name:14}{shown}")
     if run.request:
         lines.append(f"{'request':14}{run.request.url}")
-    for other in others:
+    for other in detail.siblings:
         badge = replica_badge(other.replica, other.replicas)
         link = other.request.url if other.request else "no request yet"
         lines.append(f"{'sibling ' + badge:14}{other.id}  {other.state}  {link}")
@@ -7837,6 +7917,41 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     (lambda rule: True, "the model provider sees the code"),
 )
 
+#: What a rule may ask for and this version does not do; its jobs are refused as
+#: `not-in-this-version`, and cron rules do not fire.
+_RULES_NOT_YET: tuple[tuple[Callable[[Rule], bool], str], ...] = (
+    (lambda rule: rule.on.type == "cron", "cron rules do not fire"),
+    (lambda rule: rule.run.resume is True, "resume is refused"),
+    (lambda rule: rule.run.publish == "agent", "publish: agent is refused"),
+)
+
+#: Settings that this version reads and does not act on, and how bad that is:
+#: one that should bound spending must not be trusted.
+SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
+    "limits_file": "fail",
+    "soft_hold_pct": "fail",
+    "daily_token_cap": "fail",
+    "sessions_dir": "warn",
+    "panel_bind": "warn",
+    "panel_port": "warn",
+    "panel_token": "warn",
+    "capture_logs": "warn",
+    "log_retention_days": "warn",
+    "on_failure": "warn",
+}
+
+
+def rule_limits(rule: Rule) -> list[str]:
+    """What this version does not do of a rule; empty when it does it all."""
+    found = [f"in this version {what}" for holds, what in _RULES_NOT_YET if holds(rule)]
+    if rule.run.kind in FORGES and rule.run.kind not in _FORGE_CLASSES:
+        found.append(_ONLY)
+    return found
+
+
+#: What is said of a forge that another version will serve.
+_ONLY = f"this version serves {', '.join(_FORGE_CLASSES)} only"
+
 
 def rule_detail(rule: Rule) -> str:
     """One rule: when, what it starts, its multiplier and the trust model."""
@@ -7853,6 +7968,7 @@ def rule_detail(rule: Rule) -> str:
         ]
     lines.append("trust: started only on the word of someone the forge lets steer it")
     lines += [f"note: {text}" for applies, text in _RULE_WARNINGS if applies(rule)]
+    lines += [f"not yet: {text}" for text in rule_limits(rule)]
     return "\n".join(plain_text(line) for line in lines)
 
 
@@ -7908,7 +8024,8 @@ def try_delivery(
             forge.verify(given, body)
         parsed = forge.parse(given, body)
     except (OSError, Unauthorized, Malformed) as error:
-        raise ConfigError(f"{path}: {error}", "give a delivery's raw body") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: {why}", "give a delivery's raw body") from error
     return _judge(rules, forge, parsed)
 
 
@@ -7974,8 +8091,8 @@ def status_text(status: Status) -> str:
         f"worker's last heartbeat: {beat}{'; PAUSED' if status.paused else ''}",
     ]
     lines += [f"  {word}: {n}" for word, n in sorted(status.counts.items())]
-    if status.problem:
-        lines.append(f"triggers file: {status.problem}")
+    problems = status.problem.split("\n") if status.problem else []
+    lines += [f"triggers file: {problem}" for problem in problems]
     return "\n".join(plain_text(line) for line in lines)
 
 
@@ -8003,11 +8120,21 @@ def checks_text(checks: Sequence[Check]) -> str:
     return "\n".join(plain_text(line) for line in lines)
 
 
+def fault_checks(name: str, faults: Faults) -> list[Check]:
+    """A failed check for each fault of a file or of the environment."""
+    return [
+        Check(name, "fail", f"{faults.source}: {fault}", faults.fix)
+        for fault in faults.faults
+    ]
+
+
 def doctor(settings: Settings, triggers: Path) -> list[Check]:
     """Every check, in the order a newcomer would meet the faults."""
     checks: list[Check] = []
     rules = _check_triggers(triggers, checks)
     _check_replicas(settings, rules, checks)
+    _check_limits(settings, rules, checks)
+    _check_git(checks)
     _check_engine(settings, rules, checks)
     _check_forges(settings, rules, checks)
     _check_provider_keys(settings, rules, checks)
@@ -8021,9 +8148,7 @@ def _check_triggers(path: Path, checks: list[Check]) -> tuple[Rule, ...]:
     try:
         rules = read_triggers(path)
     except Faults as faults:
-        fix = "see `pidispatch triggers check`"
-        for fault in faults.faults:
-            checks.append(Check("triggers", "fail", f"{path}: {fault}", fix))
+        checks += fault_checks("triggers", faults)
         return ()
     state: Literal["ok", "warn"] = "ok" if rules else "warn"
     found = f"{len(rules)} rules in {path}"
@@ -8052,6 +8177,42 @@ def _check_replicas(
         checks.append(Check("caps", "fail", found, f"set it to at least {largest}"))
 
 
+def git_version() -> str:
+    """The host's own git, such as `2.39.5`. Raises `ConfigError` when it has none."""
+    import subprocess
+
+    try:
+        argv = ["git", "--version"]
+        done = subprocess.run(argv, capture_output=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError("git does not run on this machine", "install git") from error
+    return done.stdout.decode("utf-8", "replace").strip().removeprefix("git version ")
+
+
+def _check_git(checks: list[Check]) -> None:
+    try:
+        checks.append(Check("git", "ok", git_version()))
+    except ConfigError as error:
+        checks.append(Check("git", "fail", error.message, error.fix))
+
+
+def _check_limits(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    """Name what was asked for and this version does not do."""
+    plain = Settings()
+    for item in dataclasses.fields(Settings):
+        state = SETTINGS_NOT_YET.get(item.name)
+        if state and getattr(settings, item.name) != getattr(plain, item.name):
+            variable = item.metadata["variable"]
+            found = f"{variable} has no effect in this version"
+            checks.append(Check("settings", state, found, f"remove {variable}"))
+    for rule in rules:
+        for limit in rule_limits(rule):
+            found = f"triggers[{rule.index}]: {limit}"
+            checks.append(Check("triggers", "warn", found, "remove the rule"))
+
+
 def _check_engine(
     settings: Settings, rules: Sequence[Rule], checks: list[Check]
 ) -> None:
@@ -8063,11 +8224,21 @@ def _check_engine(
         return
     where = f"{engine.api.base_url} Docker {version['Version']}"
     checks.append(Check("engine", "ok", f"{where}, API {version['ApiVersion']}"))
-    replicated = {r.run.image for r in rules if r.run.replicas}
-    for tag in sorted({r.run.image for r in rules if r.run.image}):
+    try:
+        _check_images(engine, rules, checks)
+    except InfraError as error:
+        checks.append(Check("engine", "fail", error.message, error.fix))
+
+
+def _check_images(
+    engine: DockerEngine, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    """Every image that a rule or a setting names, and the gate's."""
+    usual = engine.settings.job_image
+    replicated = {r.run.image or usual for r in rules if r.run.replicas}
+    for tag in sorted({usual, *(r.run.image for r in rules if r.run.image)}):
         _check_image(engine, tag, tag in replicated, checks)
-    _check_image(engine, settings.job_image, None in replicated, checks)
-    _check_gate_image(engine, settings.gate_image, checks)
+    _check_gate_image(engine, engine.settings.gate_image, checks)
 
 
 def _check_image(
@@ -8103,17 +8274,23 @@ def _check_forges(
     served = forges_of(settings)
     for kind in sorted({r.run.kind for r in rules if r.run.kind in FORGES}):
         if kind not in served:
-            variable = FORGES[kind].secret_variable
             found = f"rules name {kind}, which is not served"
-            checks.append(Check(kind, "fail", found, f"set {variable}"))
+            fix = f"set {FORGES[kind].secret_variable}"
+            known = kind in _FORGE_CLASSES
+            checks.append(Check(kind, "fail", found, fix if known else _ONLY))
     for kind, forge in served.items():
         try:
             own = forge.own_id()
         except PidispatchError as error:
-            checks.append(Check(kind, "fail", error.message, error.fix))
+            fix = error.fix or "check the token and the API's address"
+            checks.append(Check(kind, "fail", error.message, fix))
             continue
-        hint = "GitHub never redelivers by itself" if kind == "github" else ""
-        checks.append(Check(kind, "ok", f"served; token works (id {own}). {hint}"))
+        if own is None:
+            found = "deliveries are taken, but there is no token to answer with"
+            checks.append(Check(kind, "fail", found, "set GITHUB_PAT; see the README"))
+            continue
+        hint = "redeliver missed ones there, GitHub never does so by itself"
+        checks.append(Check(kind, "ok", f"served; token works (id {own}); {hint}"))
     if not served:
         found = "no forge is served"
         fix = "set WEBHOOK_SECRET and GITHUB_PAT; see the README"
@@ -8159,7 +8336,7 @@ def _check_store(settings: Settings, checks: list[Check]) -> None:
     if answer == "ok":
         checks.append(Check("store", "ok", f"{settings.db} is sound"))
     else:
-        fix = "restore a backup (`pidispatch backup` makes one)"
+        fix = "restore a copy of the file, or name another with --db"
         checks.append(Check("store", "fail", f"{settings.db}: {answer}", fix))
     if sqlite3.sqlite_version_info < (3, 51, 3):
         found = f"SQLite {sqlite3.sqlite_version}: only one process may checkpoint"
@@ -8171,6 +8348,69 @@ def _check_modes(settings: Settings, checks: list[Check]) -> None:
         if path.exists() and path.stat().st_mode & 0o077:
             found = f"{path} can be read by others"
             checks.append(Check("modes", "warn", found, f"chmod 600 {path}"))
+
+
+# -- what --json prints -------------------------------------------------------
+
+
+class DemoLink(msgspec.Struct, frozen=True):
+    title: str
+    url: str
+
+
+class DemoJob(msgspec.Struct, frozen=True):
+    """One replica's end; `outcome` is a state while it has not ended."""
+
+    id: str
+    replica: int | None
+    replicas: int | None
+    outcome: str
+    reason: str | None
+    branch: str
+    request: DemoLink | None
+
+
+class DemoReport(msgspec.Struct, frozen=True):
+    """What the demo did: in real containers or in plain processes."""
+
+    box: Literal["docker", "process"]
+    jobs: list[DemoJob]
+    seconds: float
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One check of verify-image: it holds, does not apply, or the image lies."""
+
+    name: str
+    state: Literal["ok", "note", "lie"]
+    text: str
+
+
+#: The type behind each command's --json.
+OUTPUTS: Mapping[str, Any] = {
+    "triggers list": list[Rule],
+    "triggers show": Rule,
+    "triggers try": Trial,
+    "runs": list[Record],
+    "show": RunDetail,
+    "status": Status,
+    "doctor": list[Check],
+    "verify-image": list[Finding],
+    "demo": DemoReport,
+}
+
+
+def output_schema(command: str) -> dict[str, Any]:
+    """The JSON Schema of what `command --json` prints.
+
+    Every key of a type stands, null when unknown, unless its type leaves out
+    what is unset (rules and checks); keys may be added by later versions.
+    """
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"pidispatch {command} --json",
+        **msgspec.json.schema(OUTPUTS[command]),
+    }
 
 
 # -- the image ----------------------------------------------------------------
@@ -8191,6 +8431,19 @@ def image_context(folder: Path, ca: Path | None) -> None:
         shutil.copyfile(ca, folder / "build-ca.crt")
 
 
+def _build_lines(
+    engine: DockerEngine, folder: str, tag: str, arguments: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    import docker
+
+    try:
+        yield from engine.api.build(
+            path=folder, tag=tag, buildargs=arguments, rm=True, decode=True
+        )
+    except (docker.errors.DockerException, OSError) as error:
+        raise InfraError(f"the engine could not build {tag}: {error}") from error
+
+
 def build_image(
     engine: DockerEngine, tag: str, base: str | None, ca: Path | None
 ) -> Iterator[str]:
@@ -8202,10 +8455,7 @@ def build_image(
         arguments["BASE_IMAGE"] = base
     with tempfile.TemporaryDirectory() as name:
         image_context(Path(name), ca)
-        lines = engine.api.build(
-            path=name, tag=tag, buildargs=arguments, rm=True, decode=True
-        )
-        for line in lines:
+        for line in _build_lines(engine, name, tag, arguments):
             if "error" in line:
                 raise InfraError(
                     f"the image was not built: {line['error'].strip()}",
@@ -8227,12 +8477,13 @@ class Commands(click.Group):
     """A group whose commands report our errors in one line, with their exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):  # a terminal may lack our ✓
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except PidispatchError as error:
-            click.echo(f"pidispatch: {error.message}", err=True)
-            if error.fix:
-                click.echo(f"  fix: {error.fix}", err=True)
+            click.echo(problem_text(error), err=True)
             ctx.exit(error.exit_code)
 
 
@@ -8246,11 +8497,15 @@ def triggers_path(settings: Settings, named: Path | None) -> Path:
     return named or settings.triggers_file or Path("triggers.json")
 
 
+def emit_json(value: Any) -> None:
+    """Print typed JSON; in ASCII, so that no text in it can act on a terminal."""
+    click.echo(json.dumps(msgspec.to_builtins(value), indent=2))
+
+
 def emit(value: Any, text: Callable[[], str], as_json: bool) -> None:
-    """The one way to print: typed JSON, or the text for a person."""
+    """Print a value: as JSON, or the text for a person."""
     if as_json:
-        plain = msgspec.to_builtins(value)
-        click.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+        emit_json(value)
     else:
         click.echo(text())
 
@@ -8260,7 +8515,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 db_option = click.option("--db", type=_path_type, help="The queue's file (PI_DB).")
 file_argument = click.argument("file", type=_path_type, required=False)
 triggers_option = click.option(
-    "--triggers", "triggers_file", type=_path_type, help="The rules' file."
+    "--triggers",
+    "triggers_file",
+    type=_path_type,
+    help="The rules' file (PI_TRIGGERS_FILE).",
 )
 
 
@@ -8282,6 +8540,10 @@ def serve(
     settings = settings_of(db)
     set_up_logging(settings)
     service = Service(settings, triggers_path(settings, triggers_file))
+    limits: list[Check] = []
+    _check_limits(settings, service.triggers.rules, limits)
+    for limit in limits:
+        _log("not-in-this-version", logging.WARNING, what=limit.found)
     service.start(worker=not no_worker)
     click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
     wait_for_signal()
@@ -8327,8 +8589,7 @@ _TRIGGERS_TEMPLATE = """\
 @main.command()
 @click.argument("folder", type=_path_type, default=".")
 def init(folder: Path) -> None:
-    """Write .env, triggers.json and limits.json; nothing is ever overwritten."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write .env, triggers.json and limits.json. Nothing is ever overwritten."""
     schema = json.dumps(triggers_schema(), indent=2) + "\n"
     files = (
         (".env", _ENV_TEMPLATE.format(secret=secrets.token_hex(32)), 0o600),
@@ -8336,8 +8597,14 @@ def init(folder: Path) -> None:
         ("triggers.schema.json", schema, 0o644),
         ("limits.json", '{"scopes": [], "pauseWindows": []}\n', 0o644),
     )
-    for name, text, mode in files:
-        click.echo(f"{_create(folder / name, text, mode)} {folder / name}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text, mode in files:
+            done = _create(folder / name, text, mode)
+            click.echo(f"{done} {plain_text(folder / name)}")
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+        raise ConfigError(why, "name a folder that you may write to") from error
     click.echo("next: put your tokens into .env, then run `pidispatch doctor`")
 
 
@@ -8354,10 +8621,13 @@ def _create(path: Path, text: str, mode: int) -> str:
 @main.command()
 @json_option
 def demo(as_json: bool) -> None:
-    """See the whole path with no credentials: one issue, two replicas, two diffs."""
-    import pidispatch_demo
-
-    pidispatch_demo.run_demo(as_json=as_json)
+    """See the whole path without credentials. One issue, two replicas, two diffs."""
+    try:
+        import pidispatch_demo
+    except ImportError as error:
+        fix = "reinstall pidispatch"
+        raise ConfigError("pidispatch_demo is not installed", fix) from error
+    sys.exit(pidispatch_demo.run_demo(as_json=as_json))
 
 
 @main.group()
@@ -8395,7 +8665,7 @@ def triggers_check(file: Path | None) -> None:
     """Validate the file without starting anything; exit 0 or 2."""
     path = triggers_path(load_settings(), file)
     rules = read_triggers(path)
-    click.echo(f"{path}: {len(rules)} rules, no fault")
+    click.echo(f"{plain_text(path)}: {len(rules)} rules, no fault")
 
 
 @triggers.command("schema")
@@ -8421,7 +8691,7 @@ def triggers_try(
     secret: str | None,
     as_json: bool,
 ) -> None:
-    """What would this delivery do, and why? Touches no store and no API."""
+    """What would this delivery do, and why? No store and no API is touched."""
     rules = read_triggers(triggers_path(load_settings(), file))
     trial = try_delivery(rules, forge, delivery, headers, event, secret)
     emit(trial, lambda: trial_text(trial), as_json)
@@ -8429,13 +8699,19 @@ def triggers_try(
 
 @main.command()
 @db_option
-@click.option("--limit", default=50, show_default=True, help="How many.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="How many.",
+)
 @json_option
 def runs(db: Path | None, limit: int, as_json: bool) -> None:
-    """Jobs and their ends, newest first; --json exports the records."""
+    """Jobs, newest first. --json exports the records of those that ended."""
     reader = Reader(settings_of(db).db)
     if as_json:
-        emit(reader.records(limit), str, True)
+        emit_json(reader.records(limit))
     else:
         click.echo(runs_table(reader.runs(limit)))
 
@@ -8445,11 +8721,9 @@ def runs(db: Path | None, limit: int, as_json: bool) -> None:
 @db_option
 @json_option
 def show(job: str, db: Path | None, as_json: bool) -> None:
-    """One run: its record, its request, and its siblings by job id."""
-    reader = Reader(settings_of(db).db)
-    run, record, others = reader.run(job)
-    value = {"run": run, "record": record, "siblings": others}
-    emit(value, lambda: run_detail(run, record, others), as_json)
+    """One run, its record and request, its siblings by job id."""
+    detail = RunDetail(*Reader(settings_of(db).db).run(job))
+    emit(detail, lambda: run_detail(detail), as_json)
 
 
 @main.command()
@@ -8457,17 +8731,14 @@ def show(job: str, db: Path | None, as_json: bool) -> None:
 @db_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 def logs(job: str, db: Path | None, follow: bool) -> None:
-    """What a job's box says: live, or the kept log."""
+    """What a job's box says while it runs."""
     settings = settings_of(db)
     reader = Reader(settings.db)
     run, _, _ = reader.run(job)
-    kept = settings.state_dir / "logs" / f"{container_name(job)}.log"
-    if kept.is_file():
-        click.echo(kept.read_text("utf-8", "replace"), nl=False)
-        return
     if run.state not in ("starting", "running"):
         raise ConfigError(
-            f"no log of {job} was kept", "set PI_CAPTURE_JOB_LOGS=1 for later jobs"
+            f"{job} is not running, and logs are not kept in this version",
+            f"see `pidispatch show {job}`",
         )
     engine = DockerEngine(settings, reader.flag("instance") or "")
     for line in engine.log_lines(container_name(job), follow=follow):
@@ -8478,7 +8749,7 @@ def logs(job: str, db: Path | None, follow: bool) -> None:
 @db_option
 @json_option
 def status(db: Path | None, as_json: bool) -> None:
-    """Queue, spend today, counts of deliveries, and what is wrong."""
+    """The queue, today's slots, deliveries by their end."""
     settings = settings_of(db)
     state = Reader(settings.db).status(Caps.of(settings), time.time())
     emit(state, lambda: status_text(state), as_json)
@@ -8489,9 +8760,13 @@ def status(db: Path | None, as_json: bool) -> None:
 @db_option
 @json_option
 def doctor_command(triggers_file: Path | None, db: Path | None, as_json: bool) -> None:
-    """Check everything a run needs; exit 1 when something is broken."""
-    settings = settings_of(db)
-    checks = doctor(settings, triggers_path(settings, triggers_file))
+    """Check what a run needs. Exit 1 when something is broken."""
+    try:
+        settings = settings_of(db)
+    except Faults as faults:
+        checks = fault_checks("settings", faults)
+    else:
+        checks = doctor(settings, triggers_path(settings, triggers_file))
     emit(checks, lambda: checks_text(checks), as_json)
     if any(check.state == "fail" for check in checks):
         sys.exit(1)
@@ -8501,7 +8776,11 @@ def doctor_command(triggers_file: Path | None, db: Path | None, as_json: bool) -
 @click.option("--tag", help="Tag of the result (PI_JOB_IMAGE).")
 @click.option("--base", help="Base image with Node 22.19 or newer and npm.")
 @click.option("--offline", is_flag=True, help="Make the base locally, no registry.")
-@click.option("--ca", type=_path_type, help="CA bundle that the build must trust.")
+@click.option(
+    "--ca",
+    type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
+    help="CA bundle that the build must trust.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print the tag only.")
 def build_image_command(
     tag: str | None, base: str | None, offline: bool, ca: Path | None, quiet: bool
@@ -8526,11 +8805,13 @@ def build_image_command(
 @click.argument("tag")
 @json_option
 def verify_image_command(tag: str, as_json: bool) -> None:
-    """Check that an image is what its labels claim; exit 1 on the first lie."""
+    """Check an image against its labels. Exit 1 when one of them lies."""
     import verify_image
 
     sys.exit(verify_image.run(tag, as_json=as_json))
 
 
 if __name__ == "__main__":
+    # verify_image and the demo import this module by name: it must be this one
+    sys.modules["pidispatch"] = sys.modules["__main__"]
     main()

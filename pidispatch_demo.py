@@ -3254,23 +3254,11 @@ def pidispatch_module() -> Any:
     return pidispatch
 
 
-@dataclass
-class DemoJob:
-    """One replica's end as the demo shows it."""
-
-    id: str
-    replica: int | None
-    replicas: int | None
-    outcome: str
-    reason: str | None
-    branch: str | None
-    request: Json | None
-
-
 def run_demo(as_json: bool = False) -> int:
     """The whole path on fakes; prints both diffs, or JSON. 0 when all completed."""
     began = time.monotonic()
     module = pidispatch_module()
+    module.git_version()  # both fakes and the publishing need it: say so at once
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pi-demo-")))
         forge = stack.enter_context(FakeGitHub([Token(_DEMO_TOKEN, "operator")]))
@@ -3287,11 +3275,8 @@ def run_demo(as_json: bool = False) -> int:
             print(_DEMO_BOX[box])
         jobs = _demo_run(module, settings, engine, forge, repo, stack)
         seconds = round(time.monotonic() - began, 1)
-        if as_json:
-            rows = [asdict(job) for job in jobs]
-            print(json.dumps({"box": box, "jobs": rows, "seconds": seconds}, indent=2))
-        else:
-            _print_demo(jobs, repo, seconds)
+        report = module.DemoReport(box, jobs, seconds)
+        module.emit(report, lambda: _demo_text(jobs, repo, seconds), as_json)
     return 0 if all(job.outcome == "completed" for job in jobs) else 1
 
 
@@ -3401,7 +3386,7 @@ def _demo_run(
     forge: FakeGitHub,
     repo: Repo,
     stack: contextlib.ExitStack,
-) -> list[DemoJob]:
+) -> list[pidispatch.DemoJob]:
     """Serve, send the one delivery, and wait until both replicas are published."""
     service = module.Service(settings, settings.triggers_file, engine=engine)
     service.start()
@@ -3422,23 +3407,30 @@ def _demo_run(
     return [_demo_job(module, service.store.run(job)[0]) for job in ids]
 
 
-def _demo_job(module: Any, run: Any) -> DemoJob:
-    branch = module.branch_name(7, run.replica)
-    link = {"title": run.request.title, "url": run.request.url} if run.request else None
-    return DemoJob(
-        run.id, run.replica, run.replicas, run.state, run.reason, branch, link
+def _demo_job(module: Any, run: pidispatch.RunRow) -> pidispatch.DemoJob:
+    link = run.request and module.DemoLink(run.request.title, run.request.url)
+    job: pidispatch.DemoJob = module.DemoJob(
+        id=run.id,
+        replica=run.replica,
+        replicas=run.replicas,
+        outcome=run.state,
+        reason=run.reason,
+        branch=module.branch_name(7, run.replica),
+        request=link,
     )
+    return job
 
 
-def _print_demo(jobs: Sequence[DemoJob], repo: Repo, seconds: float) -> None:
-    print(f"one delivery, {len(jobs)} replicas, {seconds} s\n")
+def _demo_text(jobs: Sequence[pidispatch.DemoJob], repo: Repo, seconds: float) -> str:
+    lines = [f"one delivery, {len(jobs)} replicas, {seconds} s\n"]
     for job in jobs:
-        print(f"{job.id}: {job.outcome} {job.reason or ''}".rstrip())
+        lines.append(f"{job.id}: {job.outcome} {job.reason or ''}".rstrip())
         if job.request:
-            print(f"  review request: {job.request['title']}\n")
-            base, head = repo.default_branch, job.branch
-            print(repo.git.git("diff", f"{base}...{head}"))
-    print("A person compares, picks one, and merges it. pidispatch never does.")
+            lines.append(f"  review request: {job.request.title}\n")
+            spread = f"{repo.default_branch}...{job.branch}"
+            lines.append(repo.git.git("diff", spread) + "\n")
+    lines.append("A person compares, picks one, and merges it. pidispatch never does.")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

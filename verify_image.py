@@ -8,14 +8,14 @@ wrong usage. docs/job-image.md is generated from the table CHECKS.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pidispatch
+from pidispatch import Finding
 
 #: Capabilities that a label may claim, and what backs each.
 CAPABILITIES = ("replicas", "gate", "forkJoin", "excludeTools")
@@ -31,15 +31,6 @@ class Lie(Exception):
 
 class Skip(Exception):
     """The check does not apply to this image; the text says why."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the answer."""
-
-    name: str
-    state: Literal["ok", "note", "lie"]
-    text: str
 
 
 @dataclass
@@ -326,7 +317,7 @@ def run(tag: str, *, as_json: bool = False) -> int:
             text = pidispatch.plain_text(finding.text)
             print(f"{_MARKS[finding.state]} {finding.name}: {text}", flush=True)
     if as_json:
-        print(json.dumps([vars(f) for f in found], indent=2))
+        pidispatch.emit_json(found)
     return 1 if any(f.state == "lie" for f in found) else 0
 
 
@@ -337,7 +328,7 @@ def main(arguments: list[str]) -> int:
     try:
         return run(arguments[0])
     except pidispatch.PidispatchError as error:
-        print(f"verify-image: {error.message}", file=sys.stderr)
+        print(pidispatch.problem_text(error), file=sys.stderr)
         return error.exit_code
 
 

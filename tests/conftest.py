@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +97,38 @@ def store(tmp_path: Path, clock: FakeClock) -> Iterator[pidispatch.Store]:
     opened.close()
 
 
+def record_of(claimed: pidispatch.Claimed, **fields: object) -> pidispatch.Record:
+    """The record of a job that ended well, or as `fields` say."""
+    job = claimed.job
+    values: dict[str, object] = {
+        "jobId": job.id,
+        "kind": job.kind,
+        "target": job.title,
+        "flow": job.flow,
+        "queuedAt": "",
+        "startedAt": None,
+        "endedAt": "",
+        "outcome": "completed",
+        "reason": None,
+        "exitCode": 0,
+        "turns": 1,
+        "tokens": pidispatch.Tokens(1, 2, 3, 4, 10, 0.5),
+        "forks": None,
+        "provider": "p",
+        "model": "m",
+        "budgetReserved": True,
+        "attempt": 1,
+        "replica": job.replica,
+        "replicas": job.replicas,
+        "triggerIndex": 0,
+        "triggerType": "label",
+        "session": None,
+        "bundle": False,
+        "host": "h",
+    }
+    return msgspec.convert({**values, **fields}, pidispatch.Record)
+
+
 @dataclass
 class Maker:
     """Builds deliveries and jobs of one repository as intake would."""
@@ -147,6 +180,23 @@ class Maker:
     ) -> pidispatch.Admission:
         delivery = self.delivery(**fields)
         return store.admit(delivery, self.jobs(delivery.event, replicas))
+
+    def history(self, store: pidispatch.Store) -> None:
+        """A set of two, one published and one running; one refused; one queued."""
+        self.admit(store, 2, delivery="set")
+        self.admit(store, delivery="no", target=pidispatch.Target("issue", 8))
+        first, second, refused = (store.claim() for _ in range(3))
+        assert first and second and refused
+        caps = pidispatch.Caps(25, None, None, "UTC")
+        for job in (first, second):
+            assert store.start(job, caps) is None
+            store.running(job)
+        store.finish(first, record_of(first), pidispatch.Notice("result"))
+        link = "https://host/octo/spoon/pull/12"
+        store.published(first.job.id, pidispatch.Request(12, link, "[r1/2] Bend"))
+        refusal = {"outcome": "policy", "reason": "job-image-missing", "tokens": None}
+        store.refuse(refused, record_of(refused, **refusal), None)
+        self.admit(store, delivery="later", target=pidispatch.Target("issue", 9))
 
 
 @pytest.fixture

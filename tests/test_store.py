@@ -10,43 +10,12 @@ from zoneinfo import ZoneInfo
 
 import msgspec
 import pytest
-from conftest import FakeClock, Maker
+from conftest import FakeClock, Maker, record_of
 
 import pidispatch
 from pidispatch import Caps, Store
 
 CAPS = Caps(25, None, None, "UTC")
-
-
-def record_of(claimed: pidispatch.Claimed, **fields: object) -> pidispatch.Record:
-    job = claimed.job
-    values: dict[str, object] = {
-        "jobId": job.id,
-        "kind": job.kind,
-        "target": job.title,
-        "flow": job.flow,
-        "queuedAt": "",
-        "startedAt": None,
-        "endedAt": "",
-        "outcome": "completed",
-        "reason": None,
-        "exitCode": 0,
-        "turns": 1,
-        "tokens": pidispatch.Tokens(1, 2, 3, 4, 10, 0.5),
-        "forks": None,
-        "provider": "p",
-        "model": "m",
-        "budgetReserved": True,
-        "attempt": 1,
-        "replica": job.replica,
-        "replicas": job.replicas,
-        "triggerIndex": 0,
-        "triggerType": "label",
-        "session": None,
-        "bundle": False,
-        "host": "h",
-    }
-    return msgspec.convert({**values, **fields}, pidispatch.Record)
 
 
 def claimed(store: Store) -> pidispatch.Claimed:

@@ -1,0 +1,262 @@
+"""Section surfaces: what people read is true, complete, and never acts on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from conftest import FakeClock, Maker
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+import pidispatch
+from pidispatch import On, Rule, Run
+
+# -- text from outside --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "␛[31mred␛[0m"),
+        ("a\r\nb\tc\0", "a␍␊b␉c␀"),
+        ("\x9b31m", "�31m"),  # the one-byte form of ESC [
+        ("\x7f", "�"),
+        ("abc\u202egpj.exe", "abc�gpj.exe"),
+        ("\u2066\u200f\u061c\u200b\ufeff\u2028", "�" * 6),
+        ("\U000e0041", "�"),  # a tag character
+        ("\ud800", "�"),
+        ("naïve 日本語 👩\u200d💻 é", "naïve 日本語 👩\u200d💻 é"),
+    ],
+)
+def test_text_that_a_terminal_would_obey_is_shown_instead(
+    text: str, shown: str
+) -> None:
+    assert pidispatch.plain_text(text) == shown
+
+
+@settings(max_examples=50)
+@given(st.text(st.characters()))
+def test_no_text_at_all_moves_a_terminal(text: str) -> None:
+    shown = pidispatch.plain_text(text)
+    assert len(shown) == len(text)
+    shown.encode()  # no lone surrogate is left
+    hidden = {c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp")}
+    assert hidden <= {"\u200c", "\u200d"}
+
+
+def test_a_table_keeps_one_line_a_row_and_no_trailing_blanks() -> None:
+    text = pidispatch.table(("A", "B"), [("x\ny", 1), ("longer", "")])
+    assert text == "A       B\nx␊y     1\nlonger"
+
+
+def test_a_problem_is_one_line_a_fault_and_one_fix() -> None:
+    faults = pidispatch.Faults("f.json", ["a \x1b[2J", "b"], "edit it")
+    assert pidispatch.problem_text(faults).split("\n") == [
+        "pidispatch: f.json: a ␛[2J",
+        "pidispatch: f.json: b",
+        "  fix: edit it",
+    ]
+
+
+# -- the log ------------------------------------------------------------------
+
+
+def log_line(
+    message: str, *, plain: bool, secret: str = "canary-1", **fields: Any
+) -> str:
+    record = logging.LogRecord("pidispatch", 20, "", 0, message, (), None)
+    record.fields = fields
+    try:
+        raise ValueError("inside")
+    except ValueError:
+        if fields.pop("fails", False):
+            record.exc_info = sys.exc_info()
+    redactor = pidispatch.Redactor([secret])
+    return pidispatch.LogFormat(redactor, plain=plain).format(record)
+
+
+def test_a_log_line_for_machines_is_one_json_object() -> None:
+    line = log_line("job-claimed", plain=False, job="gh-1", kept=0, why=None)
+    assert "\n" not in line
+    assert json.loads(line) | {"t": ""} == {
+        "t": "",
+        "level": "info",
+        "event": "job-claimed",
+        "job": "gh-1",
+        "kept": 0,
+    }
+    trace = json.loads(log_line("x", plain=False, fails=True))["traceback"]
+    assert "ValueError: inside" in trace
+
+
+def test_a_log_line_on_a_terminal_cannot_be_forged() -> None:
+    line = log_line("trouble", plain=True, why="a\n12:00:00 paid \x1b[2J")
+    assert "\n" not in line
+    assert "\x1b" not in line
+    assert line.endswith("trouble why=a␊12:00:00 paid ␛[2J")
+    assert log_line("x", plain=True, fails=True).endswith("\nValueError: inside")
+
+
+def test_no_spelling_of_a_secret_reaches_the_log() -> None:
+    """T46: raw, URL-encoded, basic credentials, shell-quoted, JSON-escaped."""
+    import base64
+    import shlex
+    from urllib.parse import quote
+
+    secret = 'c4n"ary/ $ecret'
+    basic = base64.b64encode(f"x-access-token:{secret}".encode()).decode()
+    for plain in (True, False):
+        for text in (secret, quote(secret, safe=""), basic, shlex.quote(secret)):
+            line = log_line("push", plain=plain, secret=secret, url=f"https://{text}@h")
+            assert "ecret" not in line, text
+            assert basic not in line
+            assert "***" in line
+
+
+# -- runs ---------------------------------------------------------------------
+
+
+def test_the_list_of_runs_says_which_replica_each_one_is(
+    store: pidispatch.Store, maker: Maker
+) -> None:
+    maker.history(store)
+    heads, *rows = pidispatch.runs_table(store.runs(9)).split("\n")
+    assert heads.split()[:4] == ["JOB", "TARGET", "FLOW", "REPLICA"]
+    cells = [row.split()[:7] for row in rows]
+    assert cells == [
+        ["gh-later", "octo/spoon#9", "fix-issue", "-", "queued", "-", "-"],
+        ["gh-no", "octo/spoon#8", "fix-issue", "-", "policy", "job-image-missing", "-"],
+        ["gh-set-r2", "octo/spoon#7", "fix-issue", "r2/2", "running", "-", "-"],
+        ["gh-set-r1", "octo/spoon#7", "fix-issue", "r1/2", "completed", "-", "10"],
+    ]
+
+
+def test_one_run_names_its_siblings_by_job_id_and_links_their_requests(
+    store: pidispatch.Store, maker: Maker
+) -> None:
+    maker.history(store)
+    second = pidispatch.run_detail(pidispatch.RunDetail(*store.run("gh-set-r2")))
+    link = "https://host/octo/spoon/pull/12"
+    assert f"sibling r1/2  gh-set-r1  completed  {link}" in second
+    first = pidispatch.run_detail(pidispatch.RunDetail(*store.run("gh-set-r1")))
+    assert "sibling r2/2  gh-set-r2  running  no request yet" in first
+    assert f"request       {link}" in first
+    for name in pidispatch.Record.__struct_fields__:
+        assert f"\n{name}" in first, "the record is shown whole"
+
+
+def test_status_says_what_waits_what_was_spent_and_what_is_wrong(
+    store: pidispatch.Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.history(store)
+    store.set_flag("triggers-problem", "t.json: one\nt.json: two")
+    store.set_flag("paused", "1")
+    status = store.status(pidispatch.Caps(25, None, None, "UTC"), clock())
+    text = pidispatch.status_text(status)
+    assert "jobs: 2 done, 1 queued, 1 running" in text
+    assert "today: 2 of 25 slots used" in text
+    assert "PAUSED" in text
+    assert text.endswith("triggers file: t.json: one\ntriggers file: t.json: two")
+
+
+# -- rules --------------------------------------------------------------------
+
+
+def rule(on: dict[str, Any], **run: Any) -> Rule:
+    values = {"kind": "github", "flow": "fix-issue", **run}
+    return Rule(3, msgspec.convert(on, On), msgspec.convert(values, Run))
+
+
+LABEL = {"type": "label", "any": ["pi:urgent"]}
+COMMENT = {"type": "comment", "phrase": "@pi"}
+
+
+def test_a_replicated_rule_shows_its_multiplier_beside_the_trust_model() -> None:
+    text = pidispatch.rule_detail(rule(LABEL, replicas=3))
+    for words in (
+        "[x3] each delivery makes 3 jobs",
+        "3 slots",
+        "3 times the tokens",
+        "3 review requests",
+        "no replica's end cancels a sibling; a person compares and picks",
+        "trust: started only on the word of someone the forge lets steer it",
+        "only the caps bound them",
+    ):
+        assert words in text
+    assert "[x3]" in pidispatch.rules_table([rule(LABEL, replicas=3)])
+    assert "multiplier" not in pidispatch.rule_detail(rule(LABEL))
+    assert "[x" not in pidispatch.rules_table([rule(LABEL)])
+
+
+def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
+    text = pidispatch.rule_detail(rule(COMMENT, replicas=2, publish="agent"))
+    assert "all replicas share one head branch" in text
+    assert "puts the forge token into the box" in text
+    assert "one operator token" not in text
+    gitlab = rule(COMMENT, kind="gitlab", replicas=2, publish="agent")
+    assert "one operator token" in pidispatch.rule_detail(gitlab)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (rule(LABEL, resume=True), "resume is refused"),
+        (rule(LABEL, publish="agent"), "publish: agent is refused"),
+        (rule(LABEL, kind="gitlab"), "this version serves github only"),
+        (
+            rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local"),
+            "cron rules do not fire",
+        ),
+    ],
+)
+def test_what_this_version_does_not_do_of_a_rule_is_said(
+    found: Rule, words: str
+) -> None:
+    assert words in pidispatch.rule_detail(found)
+    assert words in pidispatch.rule_limits(found)[0]
+    assert pidispatch.rule_limits(rule(LABEL, replicas=2)) == []
+
+
+def test_only_settings_that_nothing_reads_are_called_without_effect() -> None:
+    """A setting that silently did nothing would be a promise nobody keeps."""
+    source = Path(pidispatch.__file__).read_text("utf-8")
+    below = source.partition("\ndef with_overlay(")[2]
+    read = set(re.findall(r"settings\.([a-z_]+)\b", below))
+    read |= {"egress", "providers_file", "webhook_secret"}  # read by another way
+    unread = {item.name for item in dataclasses.fields(pidispatch.Settings)} - read
+    said = set(pidispatch.SETTINGS_NOT_YET)
+    assert unread <= said, "let something read it, or say that it has no effect"
+    # read, for a panel that is not there and for logs that are not kept
+    assert said - unread == {"panel_token", "log_retention_days"}
+
+
+# -- schemas ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", pidispatch.OUTPUTS)
+def test_every_json_output_has_a_valid_schema_that_refuses_another_shape(
+    command: str,
+) -> None:
+    schema = pidispatch.output_schema(command)
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    others: tuple[object, ...] = ({}, [{}], None, "text")
+    for wrong in others:
+        assert not validator.is_valid(wrong)
+
+
+def test_a_records_schema_requires_every_key_of_the_contract() -> None:
+    definitions = pidispatch.output_schema("runs")["$defs"]
+    keys = list(pidispatch.Record.__struct_fields__)
+    assert definitions["Record"]["required"] == keys
+    assert list(definitions["Record"]["properties"]) == keys

@@ -7935,8 +7935,6 @@ SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
     "panel_bind": "warn",
     "panel_port": "warn",
     "panel_token": "warn",
-    "capture_logs": "warn",
-    "log_retention_days": "warn",
     "on_failure": "warn",
 }
 

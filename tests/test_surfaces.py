@@ -236,8 +236,8 @@ def test_only_settings_that_nothing_reads_are_called_without_effect() -> None:
     unread = {item.name for item in dataclasses.fields(pidispatch.Settings)} - read
     said = set(pidispatch.SETTINGS_NOT_YET)
     assert unread <= said, "let something read it, or say that it has no effect"
-    # read, for a panel that is not there and for logs that are not kept
-    assert said - unread == {"panel_token", "log_retention_days"}
+    # read, for a panel that is not there
+    assert said - unread == {"panel_token"}
 
 
 # -- schemas ------------------------------------------------------------------

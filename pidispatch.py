@@ -26,22 +26,18 @@ The map, bottom-up; a section uses only what stands above it:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
-import hmac
 import itertools
 import json
 import logging
 import os
 import re
-import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import (
     IO,
@@ -109,8 +105,7 @@ TargetType = Literal["issue", "pull_request"]
 ForgeKind = Literal["github", "gitlab", "forgejo", "azure"]
 
 
-@dataclass(frozen=True)
-class ForgeRow:
+class ForgeRow(msgspec.Struct, frozen=True):
     """What differs between forges as data; behaviour is in section `forges`."""
 
     kind: ForgeKind
@@ -293,8 +288,7 @@ STATES = (
 )
 
 
-@dataclass(frozen=True)
-class Provider:
+class Provider(msgspec.Struct, frozen=True):
     """A model provider: where it is and how it takes its key.
 
     `style` is the wire format that the gate meters; the image's catalogue may
@@ -369,6 +363,12 @@ STYLES = (
 )
 
 log = logging.getLogger("pidispatch")
+
+
+def random_hex(size: int) -> str:
+    """`size` random bytes fit for secrets, as hex; `secrets` itself imports slowly."""
+    return os.urandom(size).hex()
+
 
 #: Wall-clock seconds since the epoch; passed in so that tests own the time.
 Clock = Callable[[], float]
@@ -525,16 +525,27 @@ def _data_dir() -> Path:
     return Path(platformdirs.user_data_dir("pidispatch", appauthor=False))
 
 
+class SettingRow(NamedTuple):
+    """How one field of Settings is set: its variable, its parser, its meaning."""
+
+    variable: str
+    parse: Callable[[str], Any]
+    doc: str
+
+
+_ROWS: list[SettingRow] = []
+
+
 def _setting(variable: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
-    metadata = {"variable": variable, "parse": parse, "doc": doc}
+    """A field's default; its row is kept in the order of the fields."""
+    _ROWS.append(SettingRow(variable, parse, doc))
     if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return msgspec.field(default_factory=default)
+    return msgspec.field(default=default)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything an operator can set. Names of variables are in the metadata."""
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an operator can set; SETTINGS has the variable of each field."""
 
     db: Path = _setting(
         "PI_DB",
@@ -693,13 +704,24 @@ class Settings:
     github_api_url: str = _setting(
         "GITHUB_API_URL", _url, "https://api.github.com", "GitHub's API."
     )
-    providers: Mapping[str, Provider] = field(default_factory=lambda: dict(PROVIDERS))
-    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    providers: Mapping[str, Provider] = msgspec.field(
+        default_factory=lambda: dict(PROVIDERS)
+    )
+    keys: Mapping[str, str] = msgspec.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return "Settings(…)"
 
     @property
     def isolated(self) -> bool:
         """Whether job networks are cut off; only exactly `0` opens them."""
         return self.egress != "0"
+
+
+#: Every setting by its field, in the order of docs/settings.md.
+SETTINGS: Mapping[str, SettingRow] = dict(
+    zip(Settings.__struct_fields__, _ROWS, strict=False)  # the last two have none
+)
 
 
 def load_settings(
@@ -739,15 +761,15 @@ def _dotenv(path: Path, faults: list[str]) -> dict[str, str]:
 
 def _parse_fields(values: Mapping[str, str], faults: list[str]) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
-    for item in dataclasses.fields(Settings):
-        variable = item.metadata.get("variable")
-        if variable is None or variable not in values:
+    for name, row in SETTINGS.items():
+        if row.variable not in values:
             continue
+        text = values[row.variable]
         try:
-            parsed[item.name] = item.metadata["parse"](values[variable])
+            parsed[name] = row.parse(text)
         except ValueError as error:
-            shown = "…" if _is_secret(variable) else json.dumps(values[variable])
-            faults.append(f"{variable}={shown} {error}")
+            shown = "…" if _is_secret(row.variable) else json.dumps(text)
+            faults.append(f"{row.variable}={shown} {error}")
     return parsed
 
 
@@ -830,15 +852,14 @@ def with_overlay(settings: Settings) -> Settings:
         changes = {name: _overlaid(name, value) for name, value in values.items()}
     except (OSError, ValueError) as error:
         raise Refused("settings-overlay-invalid", f"{path}: {error}") from error
-    return dataclasses.replace(settings, **changes)
+    return msgspec.structs.replace(settings, **changes)
 
 
 def _overlaid(name: str, value: Any) -> Any:
-    item = next(f for f in dataclasses.fields(Settings) if f.name == name)
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"{name}: {json.dumps(value)} must be a number or a string")
     try:
-        return item.metadata["parse"](str(value))
+        return SETTINGS[name].parse(str(value))
     except ValueError as error:
         raise ValueError(f"{name}: {json.dumps(value)} {error}") from error
 
@@ -873,6 +894,8 @@ _CONTAINER_MAX = 128
 
 
 def _digest(text: str, length: int = 32) -> str:
+    import hashlib
+
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
@@ -1551,8 +1574,7 @@ def _refuse_depth(text: str) -> None:
             )
 
 
-@dataclass
-class _Frame:
+class _Frame(msgspec.Struct):
     """An open array or object: its path, the keys met (None in an array)."""
 
     path: str
@@ -1607,8 +1629,7 @@ def _finite(number: float) -> bool:
 # -- an entry: its fields one by one, then the rules between them -------------
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True):
     """A value of the file, its path, and the list that its faults go to."""
 
     path: str
@@ -2419,6 +2440,8 @@ def _mac_holds(keys: Sequence[str], given: str, body: bytes) -> bool:
 
     Every key is tried, on bytes: `compare_digest` raises on non-ASCII text.
     """
+    import hmac
+
     if not re.fullmatch(r"[0-9A-Fa-f]{64}", given, re.ASCII):
         return False
     mac = bytes.fromhex(given)
@@ -3026,7 +3049,9 @@ def trial_forge(kind: str, secret: str | None) -> ApiForge:
         known = ", ".join(_FORGE_CLASSES)
         raise ConfigError(f"no forge {json.dumps(kind)}", f"name one of: {known}")
     given = {made.secret_field: (secret,) if secret else ()}
-    return made(dataclasses.replace(Settings(), **cast(Any, given)), requests.Session())
+    return made(
+        msgspec.structs.replace(Settings(), **cast(Any, given)), requests.Session()
+    )
 
 
 def trial_headers(
@@ -3777,7 +3802,7 @@ class Store(Reader):
         """The random name of this file's engine objects, made once."""
         known = self.flag("instance")
         if known is None:
-            known = secrets.token_hex(6)
+            known = random_hex(6)
             self.set_flag("instance", known)
         return known
 
@@ -3937,7 +3962,7 @@ def _claim(db: sqlite3.Connection, now: float) -> Claimed | None:
                           AND not_before <= ? ORDER BY seq LIMIT 1)
              AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
              RETURNING payload, claim, attempt, queued_at, deferrals"""
-    rows = db.execute(sql, (secrets.token_hex(8), now)).fetchall()
+    rows = db.execute(sql, (random_hex(8), now)).fetchall()
     return _claimed_of(rows[0]) if rows else None
 
 
@@ -4393,7 +4418,7 @@ class DockerEngine:
         self._local = threading.local()
         self._catalogues: dict[str, Mapping[str, Any]] = {}
         self._cpus: int | None = None
-        self._next_subnet = secrets.randbelow(1 << 12)
+        self._next_subnet = int(random_hex(2), 16)
 
     @property
     def api(self) -> docker.APIClient:
@@ -5016,8 +5041,7 @@ _UNSEEN = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """Seconds one git command may take; `cpu` is processor time over a bundle.
 
     A 0.6 MB bundle may hold a 600 MB file, so bytes alone bound nothing.
@@ -5059,8 +5083,7 @@ class Seen(NamedTuple):
     refs: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Remote:
+class Remote(msgspec.Struct, frozen=True):
     """A repository on a forge: where, and as whom; the URL holds no secret."""
 
     url: str
@@ -5115,8 +5138,7 @@ def _fault(
     return Refused(reason, message, _FIXES.get(reason))
 
 
-@dataclass(frozen=True)
-class Git:
+class Git(msgspec.Struct, frozen=True):
     """Runs git in a closed environment; `private` is a 0700 directory of ours.
 
     A token reaches git only through a file in a directory that lives as long as
@@ -5241,8 +5263,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.communicate()
 
 
-@dataclass(frozen=True)
-class Repository:
+class Repository(msgspec.Struct, frozen=True):
     """A bare repository of ours and the git that works on it."""
 
     git: Git
@@ -5263,8 +5284,7 @@ class Repository:
         self.run("init", "--bare", "--quiet", "--template=")
 
 
-@dataclass(frozen=True)
-class Mirror(Repository):
+class Mirror(Repository, frozen=True):
     """The host's bare copy of one repository; nothing from a box enters it."""
 
     @contextlib.contextmanager
@@ -5341,8 +5361,7 @@ def _ref_part(job: str) -> str:
     return "h" + _digest(job) if odd else job
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """What a box is given of a repository, and what the way out needs to know.
 
     `base` is the commit the job starts from, `lease` the job branch's commit on
@@ -5367,12 +5386,12 @@ class Mirrors:
         self,
         root: Path,
         protocols: tuple[str, ...] = ("http", "https"),
-        bounds: Bounds = Bounds(),
+        bounds: Bounds | None = None,
     ) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.chmod(0o700)
         self.root = root.resolve()
-        self.git = Git(self.root, protocols, bounds)
+        self.git = Git(self.root, protocols, bounds or Bounds())
         _install_askpass(self.root)
         _sweep(self.root)
 
@@ -5449,7 +5468,7 @@ def _install_askpass(root: Path) -> None:
     script = root / "askpass"
     if script.exists() and script.read_text("utf-8") == ASKPASS:
         return
-    fresh = root / f"askpass.{secrets.token_hex(8)}"
+    fresh = root / f"askpass.{random_hex(8)}"
     write_private(fresh, ASKPASS.encode())
     fresh.chmod(0o700)
     fresh.replace(script)
@@ -5550,8 +5569,7 @@ def _contents(mirror: Mirror, blobs: Sequence[bytes]) -> Iterator[bytes]:
         at = end + 1 + size + 1
 
 
-@dataclass(frozen=True)
-class Quarantine(Repository):
+class Quarantine(Repository, frozen=True):
     """A throw-away repository with a box's checked result; close it after use.
 
     `tip` descends from the job's base by `commits` commits and is complete.
@@ -5630,7 +5648,7 @@ def check_bundle(
         _index(quarantine, source.fileno(), limit)
         commits = _check_tip(quarantine, base)
         undo.pop_all()
-    return dataclasses.replace(quarantine, commits=commits)
+    return msgspec.structs.replace(quarantine, commits=commits)
 
 
 def _open_bundle(bundle: Path, limit: int) -> BinaryIO:
@@ -5749,8 +5767,7 @@ def _replaceable(
     return quarantine.call(*check).code == 0
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """What a finished job left: files of its outbox and the facts it started from.
 
     `base`, `lease` and `default_branch` come from `Prepared`; `commits` is the
@@ -5768,8 +5785,7 @@ class Work:
     ours: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(msgspec.Struct, frozen=True):
     """What stands on the forge: the branch's commit and its request, if any."""
 
     tip: str | None = None
@@ -5974,8 +5990,7 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
     return Verdict("failed", "unexpected-exit")
 
 
-@dataclass
-class Attempt:
+class Attempt(msgspec.Struct):
     """What one attempt learns on its way up the ladder; filled gate by gate."""
 
     claimed: Claimed
@@ -5984,11 +5999,11 @@ class Attempt:
     image: Image | None = None
     gate_image: Image | None = None
     provider: Provider | None = None
-    catalogue: Mapping[str, Any] = field(default_factory=dict)
+    catalogue: Mapping[str, Any] = msgspec.field(default_factory=dict)
     remote: Remote | None = None
     box: Box | None = None
     prepared: Prepared | None = None
-    skill: Mapping[str, bytes] = field(default_factory=dict)
+    skill: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     started_at: float | None = None
 
     @property
@@ -6177,7 +6192,7 @@ class Dispatcher:
         forges: Mapping[str, Forge],
         *,
         clock: Clock = time.time,
-        new_token: Callable[[], str] = lambda: secrets.token_hex(32),
+        new_token: Callable[[], str] = lambda: random_hex(32),
     ) -> None:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
@@ -7042,6 +7057,8 @@ class Intake:
 
         Header names are in lower case. Nothing here waits for a forge's API.
         """
+        import hashlib
+
         forge = self.forges.get(kind)
         if forge is None:
             return _refusal(404)
@@ -8199,10 +8216,9 @@ def _check_limits(
 ) -> None:
     """Name what was asked for and this version does not do."""
     plain = Settings()
-    for item in dataclasses.fields(Settings):
-        state = SETTINGS_NOT_YET.get(item.name)
-        if state and getattr(settings, item.name) != getattr(plain, item.name):
-            variable = item.metadata["variable"]
+    for name, state in SETTINGS_NOT_YET.items():
+        if getattr(settings, name) != getattr(plain, name):
+            variable = SETTINGS[name].variable
             found = f"{variable} has no effect in this version"
             checks.append(Check("settings", state, found, f"remove {variable}"))
     for rule in rules:
@@ -8487,7 +8503,7 @@ class Commands(click.Group):
 
 def settings_of(db: Path | None = None) -> Settings:
     settings = load_settings()
-    return dataclasses.replace(settings, db=db) if db else settings
+    return msgspec.structs.replace(settings, db=db) if db else settings
 
 
 def triggers_path(settings: Settings, named: Path | None) -> Path:
@@ -8590,7 +8606,7 @@ def init(folder: Path) -> None:
     """Write .env, triggers.json and limits.json. Nothing is ever overwritten."""
     schema = json.dumps(triggers_schema(), indent=2) + "\n"
     files = (
-        (".env", _ENV_TEMPLATE.format(secret=secrets.token_hex(32)), 0o600),
+        (".env", _ENV_TEMPLATE.format(secret=random_hex(32)), 0o600),
         ("triggers.json", _TRIGGERS_TEMPLATE, 0o644),
         ("triggers.schema.json", schema, 0o644),
         ("limits.json", '{"scopes": [], "pauseWindows": []}\n', 0o644),

@@ -11,10 +11,11 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import FakeClock, Maker
 from hypothesis import given
@@ -267,6 +268,10 @@ class Bench:
             self.dispatcher.run(claimed)
         return self.store.runs(9)
 
+    def change(self, **settings: Any) -> None:
+        old = self.dispatcher.settings
+        self.dispatcher.settings = msgspec.structs.replace(old, **settings)
+
     def used(self) -> int:
         return self.store.status(CAPS, self.clock()).used
 
@@ -383,7 +388,9 @@ def test_a_refusal_costs_nothing_and_is_said_once(
 
 
 def test_a_gate_image_without_a_gate_is_refused(bench: Bench) -> None:
-    bench.dispatcher.settings = replace(bench.dispatcher.settings, gate_image="other")
+    bench.dispatcher.settings = msgspec.structs.replace(
+        bench.dispatcher.settings, gate_image="other"
+    )
     bench.engine.images["other"] = image("replicas")
     [run] = bench.run()
     assert run.reason == "gate-image-missing"
@@ -391,7 +398,9 @@ def test_a_gate_image_without_a_gate_is_refused(bench: Bench) -> None:
 
 
 def test_a_spent_cap_is_seen_before_anything_is_minted(bench: Bench) -> None:
-    bench.dispatcher.settings = replace(bench.dispatcher.settings, daily_cap=1)
+    bench.dispatcher.settings = msgspec.structs.replace(
+        bench.dispatcher.settings, daily_cap=1
+    )
     bench.engine.exits.append(OK)
     rows = bench.run(2)
     assert [(r.state, r.reason) for r in reversed(rows)] == [
@@ -406,7 +415,9 @@ def test_a_cap_spent_meanwhile_refuses_at_the_reservation_and_removes_the_box(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.store, "peek_caps", lambda caps: None)
-    bench.dispatcher.settings = replace(bench.dispatcher.settings, daily_cap=1)
+    bench.dispatcher.settings = msgspec.structs.replace(
+        bench.dispatcher.settings, daily_cap=1
+    )
     bench.engine.exits.append(OK)
     rows = bench.run(2)
     assert rows[0].reason == "over-budget"
@@ -416,9 +427,7 @@ def test_a_cap_spent_meanwhile_refuses_at_the_reservation_and_removes_the_box(
 
 def test_an_overlay_is_read_for_every_job(bench: Bench, tmp_path: Path) -> None:
     overlay = tmp_path / "overlay.json"
-    bench.dispatcher.settings = replace(
-        bench.dispatcher.settings, settings_file=overlay
-    )
+    bench.change(settings_file=overlay)
     overlay.write_text('{"model": "other"}')
     bench.engine.exits.append(OK)
     bench.run()
@@ -660,7 +669,9 @@ def test_a_captured_log_is_private_capped_and_says_that_it_was_cut(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T45."""
-    bench.dispatcher.settings = replace(bench.dispatcher.settings, capture_logs=True)
+    bench.dispatcher.settings = msgspec.structs.replace(
+        bench.dispatcher.settings, capture_logs=True
+    )
     monkeypatch.setattr(pidispatch, "LOG_MAX_BYTES", 7)
     bench.engine.exits.append(OK)
     [run] = bench.run()

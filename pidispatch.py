@@ -2234,6 +2234,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """`owner/repo#7`, as records and logs name the target."""
         return target_name(self.kind, self.repo, self.target.type, self.target.number)
 
+    def without_text(self) -> Job:
+        """What is kept of a job that can run no more: numbers, ids, fixed words."""
+        return msgspec.structs.replace(
+            self,
+            target=Target(self.target.type, self.target.number),
+            run=msgspec.structs.replace(self.run, instructions=None),
+            comment=None,
+            review=None,
+        )
+
 
 def fan_out(match: Match, event: Event) -> tuple[Job, ...]:
     """The jobs of one allowed delivery: one, or one for each replica."""
@@ -3427,6 +3437,13 @@ class Reader:
         others = [_run_row(row) for row in self._rows(sql, found.set, job)]
         return found, record, others
 
+    def own_tips(self, job: Job) -> frozenset[str]:
+        """The commits we ever pushed to the job's branch; others are not ours."""
+        sql = """SELECT tip FROM pushes WHERE kind = ? AND target = ?
+                 AND replica IS ?"""
+        rows = self._rows(sql, job.kind, job.title, job.replica)
+        return frozenset(row[0] for row in rows)
+
     def status(self, caps: Caps, now: float) -> Status:
         states = self._rows("SELECT state, count(*) FROM jobs GROUP BY state")
         beat = self._rows("SELECT at FROM flags WHERE name = 'heartbeat'")
@@ -3740,22 +3757,11 @@ class Store(Reader):
         values = (job.kind, job.title, job.replica, tip, self.clock())
         self._write(lambda db: db.execute(sql, values))
 
-    def own_tips(self, job: Job) -> frozenset[str]:
-        """The commits we ever pushed to the job's branch; others are not ours."""
-        sql = """SELECT tip FROM pushes WHERE kind = ? AND target = ?
-                 AND replica IS ?"""
-        rows = self._rows(sql, job.kind, job.title, job.replica)
-        return frozenset(row[0] for row in rows)
-
     def published(
         self, job: str, request: Request | None, reason: str | None = None
     ) -> None:
-        """The job is told: keep the request's link, erase the payload."""
+        """The job is told: keep the request's link."""
         self._write(lambda db: _published(db, job, request, reason))
-
-    def cancel(self, job: str) -> None:
-        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
-        self._write(lambda db: db.execute(sql, (job,)))
 
     def cancelled(self, job: str) -> bool:
         return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
@@ -3820,6 +3826,67 @@ class Store(Reader):
         """Forget what is older than the retention, counted from a job's end."""
         before = self.clock() - RETENTION_SECONDS
         self._write(lambda db: _forget(db, before))
+
+
+class Outside(Reader):
+    """What another process than the worker may change: one transaction each.
+
+    It never checkpoints: SQLite below 3.51.3 may lose pages of the log when two
+    connections do, so only the worker's does.
+    """
+
+    def __init__(self, path: Path, clock: Clock = time.time) -> None:
+        super().__init__(path)
+        self.clock = clock
+
+    def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        self.integrity()  # refuses a file that is absent or not ours
+        connection = _connect(self.path)
+        try:
+            connection.execute("PRAGMA wal_autocheckpoint = 0")
+            connection.execute("BEGIN IMMEDIATE")
+            answer = do(connection)
+            connection.execute("COMMIT")
+        finally:
+            connection.close()
+        return answer
+
+    def pause(self) -> None:
+        self._write(lambda db: _set_flag(db, "paused", "1", self.clock()))
+
+    def resume(self) -> None:
+        self._write(lambda db: _set_flag(db, "paused", None, self.clock()))
+
+    def cancel(self, job: str) -> str:
+        """Ask for a job's end; returns the state it was found in.
+
+        A job that has ended is a ConfigError that says how.
+        """
+        run, _, _ = self.run(job)
+        if run.state not in ("queued", "claimed", "starting", "running"):
+            raise ConfigError(f"{job} has already ended: {run.state}")
+        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
+        self._write(lambda db: db.execute(sql, (job,)))
+        return run.state
+
+    def kept(self, job: str) -> tuple[Job, Workspace, Record]:
+        """What is needed to publish a job again. Raises `ConfigError`."""
+        _, record, _ = self.run(job)
+        sql = "SELECT payload, work FROM jobs WHERE id = ?"
+        row = self._rows(sql, job)[0]
+        if record is None or row["work"] is None or not row["payload"]:
+            raise ConfigError(f"{job} has nothing to publish", "see `pidispatch runs`")
+        return (
+            msgspec.json.decode(row["payload"], type=Job),
+            msgspec.json.decode(row["work"], type=Workspace),
+            record,
+        )
+
+    def pushed(self, job: Job, tip: str) -> None:
+        self._write(lambda db: _pushed(db, job, tip, self.clock()))
+
+    def published(self, job: str, request: Request | None) -> None:
+        self._write(lambda db: _published(db, job, request, None))
 
 
 def _in_savepoint(
@@ -4052,10 +4119,11 @@ def _finish(
     _book(db, claimed, record.tokens)
     state = "publishing" if notice else "done"
     text = msgspec.json.encode(notice).decode() if notice else None
-    sql = """UPDATE jobs SET state = ?1, notice = ?2, ended_at = ?3, not_before = 0,
-             payload = CASE WHEN ?2 IS NULL THEN NULL ELSE payload END
-             WHERE id = ?4 AND claim = ?5"""
-    _one(db, sql, (state, text, now, claimed.job.id, claimed.claim))
+    payload = msgspec.json.encode(claimed.job.without_text()).decode()
+    sql = """UPDATE jobs SET state = ?, notice = ?, ended_at = ?, not_before = 0,
+             payload = ? WHERE id = ? AND claim = ?"""
+    values = (state, text, now, payload, claimed.job.id, claimed.claim)
+    _one(db, sql, values)
     db.execute(
         """INSERT OR REPLACE INTO runs (job_id, set_id, ended_at, record)
            VALUES (?, ?, ?, ?)""",
@@ -4073,11 +4141,16 @@ def _notice_of(row: sqlite3.Row) -> tuple[Job, Workspace | None, Notice, int]:
     )
 
 
+def _pushed(db: sqlite3.Connection, job: Job, tip: str, at: float) -> None:
+    sql = "INSERT INTO pushes (kind, target, replica, tip, at) VALUES (?, ?, ?, ?, ?)"
+    db.execute(sql, (job.kind, job.title, job.replica, tip, at))
+
+
 def _published(
     db: sqlite3.Connection, job: str, request: Request | None, reason: str | None
 ) -> None:
     db.execute(
-        "UPDATE jobs SET state = 'done', payload = NULL, notice = NULL WHERE id = ?",
+        "UPDATE jobs SET state = 'done', notice = NULL WHERE id = ?",
         (job,),
     )
     link = msgspec.json.encode(request).decode() if request else None
@@ -5739,13 +5812,16 @@ def push(
 
     `lease` is the branch's commit when the job was prepared (None: absent); it
     is replaced only when the tip contains it or it is one of `ours`, the commits
-    this instance pushed there. The same push again is harmless. Raises
-    `Refused` (branch-moved, push-refused, workflow-permission) or `InfraError`.
+    this instance pushed there. A branch that was deleted since is made anew. The
+    same push again is harmless. Raises `Refused` (branch-moved, push-refused,
+    workflow-permission) or `InfraError`.
     """
     ref, tip, git = f"refs/heads/{branch}", quarantine.tip, quarantine.git
     present = git.look(remote, ref).refs.get(ref)
     if present == tip:
         return
+    if present is None:
+        lease = None
     if present != lease or not _replaceable(quarantine, lease, ours):
         raise Refused("branch-moved", f"{branch} was changed by someone else")
     options = ("--porcelain", "--no-progress", "--no-verify", "--no-follow-tags")
@@ -6399,6 +6475,8 @@ class Dispatcher:
         attempt = Attempt(claimed, self.settings, self.new_token())
         _event("job-claimed", claimed.job)
         try:
+            if self.store.cancelled(claimed.job.id):
+                raise Refused("operator-cancel", "an operator cancelled it")
             self.climb(attempt)
             self._start(attempt)
             self._settle(attempt, self._attend(attempt))
@@ -6598,7 +6676,7 @@ class Dispatcher:
 
     def kept_dir(self, job: Job) -> Path:
         """Where a job's bundle and texts are kept until the retention ends."""
-        folder = self.settings.state_dir / "bundles" / container_name(job.id)
+        folder = kept_path(self.settings, job.id)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return folder
 
@@ -6644,18 +6722,8 @@ class Dispatcher:
                 forge.comment(job.repo, job.target, notice.text, notice.marker)
             return None, None
         assert workspace
-        kept = self.kept_dir(job)
-        bundle = kept / "branch.bundle"
-        work = Work(
-            bundle=bundle if bundle.is_file() else None,
-            review_request=_kept_text(kept, "review-request.md"),
-            comment=_kept_text(kept, "comment.md"),
-            base=workspace.base,
-            lease=workspace.lease,
-            default_branch=workspace.default_branch,
-            commits=notice.commits,
-            ours=self.store.own_tips(job),
-        )
+        ours = self.store.own_tips(job)
+        work = kept_work(self.kept_dir(job), workspace, ours, notice.commits)
         published = publish_job(
             forge, self.mirrors, job, work, lambda tip: self.store.pushed(job, tip)
         )
@@ -6742,6 +6810,55 @@ def keep_texts(folder: Path, ended: BoxExit) -> None:
     for name, text in texts:
         if text is not None:
             write_private(folder / name, text.encode())
+
+
+def kept_path(settings: Settings, job: str) -> Path:
+    return settings.state_dir / "bundles" / container_name(job)
+
+
+def kept_work(
+    folder: Path, workspace: Workspace, ours: frozenset[str], commits: int = 0
+) -> Work:
+    """What a box left, from the files that are kept of it."""
+    bundle = folder / "branch.bundle"
+    return Work(
+        bundle=bundle if bundle.is_file() else None,
+        review_request=_kept_text(folder, "review-request.md"),
+        comment=_kept_text(folder, "comment.md"),
+        base=workspace.base,
+        lease=workspace.lease,
+        default_branch=workspace.default_branch,
+        commits=commits,
+        ours=ours,
+    )
+
+
+def publish_by_hand(
+    settings: Settings, outside: Outside, job_id: str, branch: str | None
+) -> str:
+    """Publish a kept result again, or push it to `branch`; says what was done.
+
+    Raises `ConfigError` when nothing is kept or the forge is not served, and what
+    publishing raises.
+    """
+    job, workspace, _ = outside.kept(job_id)
+    forge = forges_of(settings).get(job.kind)
+    if forge is None:
+        variable = FORGES[job.kind].secret_variable
+        raise ConfigError(f"{job.kind} is not served", f"set {variable}")
+    ours = outside.own_tips(job)
+    work = kept_work(kept_path(settings, job_id), workspace, ours)
+    if work.bundle is None:
+        raise ConfigError(f"no commits of {job_id} are kept", "see `pidispatch show`")
+    mirrors = Mirrors(settings.state_dir / "mirrors")
+    if branch is not None:
+        tip = publish_to(forge, mirrors, job, work, branch)
+        return f"pushed {tip} to {branch}"
+    published = publish_job(
+        forge, mirrors, job, work, lambda tip: outside.pushed(job, tip)
+    )
+    outside.published(job_id, published.request)
+    return published.request.url if published.request else "nothing to publish"
 
 
 def _kept_text(folder: Path, name: str) -> str | None:
@@ -8767,6 +8884,49 @@ def status(db: Path | None, as_json: bool) -> None:
     settings = settings_of(db)
     state = Reader(settings.db).status(Caps.of(settings), time.time())
     emit(state, lambda: status_text(state), as_json)
+
+
+@main.command()
+@db_option
+def pause(db: Path | None) -> None:
+    """Start no more jobs until `resume`; running ones go on. Survives restarts."""
+    Outside(settings_of(db).db).pause()
+    click.echo("paused: deliveries are still taken, no job starts")
+
+
+@main.command()
+@db_option
+def resume(db: Path | None) -> None:
+    """Start jobs again after `pause`."""
+    Outside(settings_of(db).db).resume()
+    click.echo("resumed")
+
+
+_CANCELLED = {
+    "queued": "it had not started and will not",
+    "claimed": "it was about to start and is stopped before or right after that",
+    "starting": "its container is being started and is stopped right after",
+    "running": "its container is being stopped; what it used is paid for",
+}
+
+
+@main.command()
+@click.argument("job")
+@db_option
+def cancel(job: str, db: Path | None) -> None:
+    """End one job; its siblings go on."""
+    state = Outside(settings_of(db).db).cancel(job)
+    click.echo(f"{job}: {_CANCELLED[state]}")
+
+
+@main.command()
+@click.argument("job")
+@click.option("--to", "branch", help="Push to this new branch instead.")
+@db_option
+def publish(job: str, branch: str | None, db: Path | None) -> None:
+    """Publish a kept result again."""
+    settings = settings_of(db)
+    click.echo(plain_text(publish_by_hand(settings, Outside(settings.db), job, branch)))
 
 
 @main.command("doctor")

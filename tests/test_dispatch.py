@@ -10,7 +10,7 @@ import ast
 import itertools
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,7 @@ class FakeBox:
         self.engine.inputs.append(dict(inputs))
 
     def wait(self, seconds: int) -> bool:
+        self.engine.waited()
         return self.engine.ends.is_set()
 
     def stop(self) -> None:
@@ -196,6 +197,7 @@ class FakeEngine:
     start_error: Exception | None = None
     ends: threading.Event = field(default_factory=threading.Event)
     models: dict[str, Any] = field(default_factory=dict)
+    waited: Callable[[], object] = lambda: None
 
     def image(self, tag: str) -> pidispatch.Image | None:
         return self.images.get(tag)
@@ -505,8 +507,10 @@ def test_a_cancelled_run_is_stopped_and_its_sibling_goes_on(bench: Bench) -> Non
     bench.engine.exits += [BoxExit(code=143), OK]
     first = bench.store.claim()
     assert first
-    bench.store.cancel(first.job.id)
+    outside = pidispatch.Outside(bench.store.path, bench.clock)
+    bench.engine.waited = lambda: outside.cancel(first.job.id)
     bench.dispatcher.run(first)
+    bench.engine.waited = lambda: None
     bench.engine.ends.set()
     rows = bench.work()
     assert [(r.state, r.reason) for r in reversed(rows)] == [
@@ -698,3 +702,13 @@ def test_every_reason_that_is_written_stands_in_the_vocabulary() -> None:
             written.add(word.value)
     assert len(written) > 20
     assert written <= known, written - known
+
+
+def test_a_queued_job_that_was_cancelled_starts_nothing(bench: Bench) -> None:
+    delivery = bench.maker.delivery("a")
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event))
+    pidispatch.Outside(bench.store.path, bench.clock).cancel("gh-a")
+    [run] = bench.work()
+    assert (run.state, run.reason) == ("policy", "operator-cancel")
+    assert bench.engine.log == []
+    assert bench.used() == 0

@@ -7,7 +7,7 @@ import type { Usage } from "@earendil-works/pi-ai";
 import { FakeModel, type Step, STYLES, type Style } from "./fake-model.ts";
 import { tasks } from "./fixtures.ts";
 import { openParent, outcome, type Parent, statuses } from "./harness.ts";
-import { put } from "./repository.ts";
+import { put, scratch } from "./repository.ts";
 
 const model = new FakeModel();
 before(() => model.start());
@@ -266,6 +266,8 @@ test("an abort amid bash, amid HTTP and in the queue settles at once with no orp
     "cancelled",
     "cancelled",
   ]);
+  const ends = result.details.forks.map(({ stopReason }) => stopReason);
+  assert.deepEqual(ends.slice(1, 3), ["aborted", "aborted"]);
   assert.match(result.text, /DONE REPORT/);
   assert.match(
     result.text,
@@ -274,3 +276,26 @@ test("an abort amid bash, amid HTTP and in the queue settles at once with no orp
   await until(() => model.about("in-http")[0]!.gone);
   assert.equal(model.about("in-queue").length, 0);
 });
+
+test("a tool that does not heed the abort holds nothing up", async (t) => {
+  model.reset();
+  const deaf = join(scratch(t), "deaf.ts");
+  put(join(deaf, ".."), { "deaf.ts": DEAF });
+  const parent = await openParent(t, model, { settings: { childExtensions: [deaf] } });
+  const bash = [{ name: "bash", args: {} }];
+  const call = tasks({ a: `in-deaf ${model.script([{ tools: bash }])}` });
+  const tools = [{ name: "fork_join", args: call }];
+  const prompt = parent.ask(`go ${model.script([{ tools }])}`);
+  await until(() => process.env.FORK_JOIN_DEAF === "called");
+  const started = performance.now();
+  await parent.session.abort();
+  await prompt;
+  const took = performance.now() - started;
+  assert.ok(took < 1000, `${took} ms`);
+  assert.deepEqual(statuses(outcome(parent.session)), ["cancelled"]);
+});
+
+const DEAF = `export default (pi) => pi.registerTool({
+  name: "bash", label: "bash", description: "never ends", parameters: { type: "object" },
+  execute: () => { process.env.FORK_JOIN_DEAF = "called"; return new Promise(() => {}); },
+});`;

@@ -43,7 +43,7 @@ export class Git {
 const QUIET = [
   ...["-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"],
   ...["-c", "commit.gpgSign=false", "-c", "gc.auto=0", "-c", "maintenance.auto=false"],
-  ...["-c", "advice.addEmbeddedRepo=false"],
+  ...["-c", "advice.addEmbeddedRepo=false", "-c", "submodule.recurse=false"],
 ];
 
 /**

@@ -65,18 +65,35 @@ export async function createWorktree(
   const scratch = makeScratch("tree", parentTop, fallback);
   if (!scratch) throw new GitError("no temporary directory outside the repository");
   const top = join(scratch, refPart(id));
-  try {
-    const name = `${BRANCHES}/${refPart(call)}/${refPart(id)}`;
-    const branch = await addWorktree(git, top, name, base);
-    const gitDir = await new Git(top).run("rev-parse", "--absolute-git-dir");
-    const inner = join(top, relative(parentTop, realpathSync(cwd)));
-    // The parent may stand in a directory that no commit has yet.
-    mkdirSync(inner, { recursive: true });
-    return { parentTop, top, cwd: inner, branch, base, gitDir };
-  } catch (error) {
+  const name = `${BRANCHES}/${refPart(call)}/${refPart(id)}`;
+  const branch = await register(git, top, name, base).catch((error: unknown) => {
     removeTree(scratch);
     throw error;
+  });
+  const made = { parentTop, top, branch, base, cwd: top, gitDir: "" };
+  try {
+    return {
+      ...made,
+      ...(await checkOut(made, relative(parentTop, realpathSync(cwd)))),
+    };
+  } catch (error) {
+    await removeWorktree(git, top);
+    await dropBranch(git, made);
+    throw error;
   }
+}
+
+async function checkOut(
+  { top }: Worktree,
+  place: string,
+): Promise<Pick<Worktree, "cwd" | "gitDir">> {
+  const git = new Git(top);
+  await git.run("reset", "--quiet", "--hard");
+  const gitDir = await git.run("rev-parse", "--absolute-git-dir");
+  const cwd = join(top, place);
+  // The parent may stand in a directory that no commit has yet.
+  mkdirSync(cwd, { recursive: true });
+  return { cwd, gitDir };
 }
 
 async function topOf(git: Git, cwd: string): Promise<string> {
@@ -93,36 +110,21 @@ async function topOf(git: Git, cwd: string): Promise<string> {
 /**
  * Call ids may be reused, and what an earlier call left on a branch must stay there.
  */
-async function addWorktree(
-  git: Git,
-  top: string,
-  name: string,
-  base: string,
-): Promise<string> {
-  const branch = await inTurn(async () => {
-    const free = await freeBranch(git, name);
-    const reason = lockReason({ ...thisProcess(), base, branch: free });
-    const options = [
-      "--quiet",
-      "--no-checkout",
-      "--lock",
-      "--reason",
-      reason,
-      "-b",
-      free,
-    ];
+function register(git: Git, top: string, name: string, base: string): Promise<string> {
+  return inTurn(async () => {
+    const branch = await freeBranch(git, name);
+    const reason = lockReason({ ...thisProcess(), base, branch });
+    const lock = ["--lock", "--reason", reason];
+    const options = ["--quiet", "--no-checkout", ...lock, "-b", branch];
     await git.run("worktree", "add", ...options, top, base);
-    return free;
+    return branch;
   });
-  await new Git(top).run("reset", "--quiet", "--hard");
-  return branch;
 }
 
 async function freeBranch(git: Git, name: string): Promise<string> {
   const format = "--format=%(refname:lstrip=2)";
-  const taken = (
-    await git.ask("for-each-ref", format, `refs/heads/${BRANCHES}/`)
-  ).split("\n");
+  const names = await git.ask("for-each-ref", format, `refs/heads/${BRANCHES}/`);
+  const taken = names.split("\n");
   let candidate = name;
   for (let n = 2; taken.includes(candidate); n++) candidate = `${name}-${n}`;
   return candidate;

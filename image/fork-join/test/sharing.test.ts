@@ -383,3 +383,25 @@ test("a later call's forks see earlier reports as the parent does", async (t) =>
   assert.match(forks().at(-1)!.raw, /EARLIER REPORT/);
   assert.deepEqual(checks(outcome(parent.session)), ["shared"]);
 });
+
+for (const style of STYLES) {
+  test(`on ${style} with native tool changes a changed loadout stays shared`, async (t) => {
+    model.reset();
+    const compat = {
+      supportsMidConvoSystemMessages: true,
+      supportsMidConvoToolChanges: true,
+      supportsMidConvoToolAdditions: true,
+    };
+    const parent = await openParent(t, model, { style, model: { compat } });
+    await parent.ask(`first ${model.script([{ text: "ok" }])}`);
+    const { session } = parent;
+    session.setActiveToolsByName([...session.getActiveToolNames(), "grep"]);
+    await parent.ask(`second ${model.script([{ text: "ok" }])}`);
+    const { last, alpha } = await forkOnce(parent);
+    assert.ok(
+      last.body.messages.slice(1).some((m: any) => /system|developer/.test(m.role)),
+    );
+    assertContinues(plain(alpha), plain(last));
+    assert.deepEqual(checks(outcome(session)), ["shared", "shared"]);
+  });
+}

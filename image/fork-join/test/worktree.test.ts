@@ -175,6 +175,16 @@ test("a directory the fork removed leaves no registration, and its commits stay"
   assert.equal(count(top), 1);
 });
 
+test("a checkout that fails leaves neither worktree nor branch", async (t) => {
+  const top = join(scratch(t), "repo");
+  repository(top, { "a.txt": "one\n", ".gitattributes": "*.txt filter=broken\n" });
+  git(top, "config", "filter.broken.smudge", "false");
+  git(top, "config", "filter.broken.required", "true");
+  await assert.rejects(createWorktree(top, "call", "w", "/"), /filter/);
+  assert.equal(count(top), 1);
+  assert.equal(git(top, "for-each-ref", "refs/heads/pi-fork"), "");
+});
+
 test("a branch of the same name from an earlier call is not touched", async (t) => {
   const { top, tree } = await fork(t);
   put(tree.top, { x: "first" });

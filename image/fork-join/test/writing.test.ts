@@ -193,3 +193,20 @@ test("a failed and a timed out write fork keep what they had done", async (t) =>
   }
   assertClean(top);
 });
+
+test("guards bind write forks, and see the paths that the model wrote", async (t) => {
+  model.reset();
+  const guard = join(scratch(t), "guard.ts");
+  put(join(guard, ".."), { "guard.ts": GUARD });
+  const { top, parent } = await parentIn(t, { settings: { childExtensions: [guard] } });
+  const fork = writing("w", write(join(top, "keep/x.txt"), "x"), write("y.txt", "y"));
+  const result = await parent.fork({ tasks: [fork] });
+  assert.match(answers("w")[0]!, /guard says no/);
+  const branch = `pi-fork/${result.details.call}/w`;
+  assert.equal(git(top, "diff", "--name-only", "main", branch), "y.txt");
+});
+
+const GUARD = `export default (pi) => pi.on("tool_call", (event) => {
+  if (!/^\\/.*repo\\/keep/.test(event.input.path ?? "")) return;
+  return { block: true, reason: "guard says no" };
+});`;

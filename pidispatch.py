@@ -7989,7 +7989,7 @@ class TrialTarget(msgspec.Struct, frozen=True):
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """What a delivery would do and why; absent things are null."""
 
-    event: str | None
+    event: str
     delivery: str
     repo: str | None
     target: TrialTarget | None
@@ -8038,7 +8038,7 @@ def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
     jobs = fan_out(found, event) if isinstance(found, Match) and not reason else ()
     target = event.target
     return Trial(
-        event=event.name,
+        event=_event_and_action(event),
         delivery=event.delivery,
         repo=event.repo,
         target=TrialTarget(target.type, target.number) if target else None,
@@ -8048,6 +8048,12 @@ def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
         reason=reason,
         jobs=tuple(_trial_job(job) for job in jobs),
     )
+
+
+def _event_and_action(event: Event) -> str:
+    """`issues.labeled`; the rules' word for a review repeats its event's name."""
+    action = (event.action or "").removeprefix("review_")
+    return f"{event.name}.{action}".rstrip(".")
 
 
 def _trial_job(job: Job) -> TrialJob:
@@ -8065,7 +8071,7 @@ def _trial_job(job: Job) -> TrialJob:
 def trial_text(trial: Trial) -> str:
     target = trial.target
     what = f"{target.type} {target.number}" if target else "no target"
-    lines = [f"{trial.event or 'unknown event'} on {trial.repo or '-'}, {what}"]
+    lines = [f"{trial.event} on {trial.repo or '-'}, {what}"]
     if trial.reason:
         lines.append(f"starts nothing: {trial.reason}")
     else:

@@ -412,7 +412,7 @@ def test_triggers_try_tells_the_whole_set_with_every_name(folder: Path) -> None:
     trial = printed("triggers try", "github", path, "--header", "X-GitHub-Delivery: g")
     jobs = trial.pop("jobs")
     assert trial == {
-        "event": "issues",
+        "event": "issues.labeled",
         "delivery": "g",
         "repo": "octo/spoon",
         "target": {"type": "issue", "number": 7},
@@ -504,6 +504,8 @@ def test_try_agrees_with_what_real_payloads_should_be_seen_as(
     expect = row["expect"]
     number = expect.get("number")
     kind = "pull_request" if expect.get("is_pr") else "issue"
+    words = (row["event"], expect.get("action"))
+    assert trial["event"] == ".".join(word for word in words if word)
     assert trial["repo"] == expect.get("repo")
     assert trial["actor"] == str(expect["actor_id"])
     assert trial["target"] == (number and {"type": kind, "number": number})

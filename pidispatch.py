@@ -8470,7 +8470,7 @@ def build_image(
 # =============================================================================
 # cli
 #
-# click commands: parsing and calling. A user's mistake is one line and a fix,
+# Commands of click: parsing and calling. A user's mistake is one line and a fix,
 # never a traceback.
 # =============================================================================
 

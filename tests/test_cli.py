@@ -756,18 +756,6 @@ def test_doctor_names_a_single_fault_and_its_fix(
 # -- demo and the image -------------------------------------------------------
 
 
-def test_demo_shows_two_replicas_and_two_different_requests() -> None:
-    report = printed("demo")
-    assert report["box"] == "process"
-    assert [job["replica"] for job in report["jobs"]] == [1, 2]
-    assert {job["outcome"] for job in report["jobs"]} == {"completed"}
-    branches = [job["branch"] for job in report["jobs"]]
-    assert branches == ["pi/issue-7-r1", "pi/issue-7-r2"]
-    titles = [job["request"]["title"] for job in report["jobs"]]
-    assert [title[:7] for title in titles] == ["[r1/2] ", "[r2/2] "]
-    assert report["seconds"] < 60
-
-
 def test_demo_fails_as_a_program_when_a_replica_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -26,22 +26,18 @@ The map, bottom-up; a section uses only what stands above it:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
-import hmac
 import itertools
 import json
 import logging
 import os
 import re
-import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import (
     IO,
@@ -109,8 +105,7 @@ TargetType = Literal["issue", "pull_request"]
 ForgeKind = Literal["github", "gitlab", "forgejo", "azure"]
 
 
-@dataclass(frozen=True)
-class ForgeRow:
+class ForgeRow(msgspec.Struct, frozen=True):
     """What differs between forges as data; behaviour is in section `forges`."""
 
     kind: ForgeKind
@@ -293,8 +288,7 @@ STATES = (
 )
 
 
-@dataclass(frozen=True)
-class Provider:
+class Provider(msgspec.Struct, frozen=True):
     """A model provider: where it is and how it takes its key.
 
     `style` is the wire format that the gate meters; the image's catalogue may
@@ -369,6 +363,12 @@ STYLES = (
 )
 
 log = logging.getLogger("pidispatch")
+
+
+def random_hex(size: int) -> str:
+    """`size` random bytes fit for secrets, as hex; `secrets` itself imports slowly."""
+    return os.urandom(size).hex()
+
 
 #: Wall-clock seconds since the epoch; passed in so that tests own the time.
 Clock = Callable[[], float]
@@ -525,16 +525,27 @@ def _data_dir() -> Path:
     return Path(platformdirs.user_data_dir("pidispatch", appauthor=False))
 
 
+class SettingRow(NamedTuple):
+    """How one field of Settings is set: its variable, its parser, its meaning."""
+
+    variable: str
+    parse: Callable[[str], Any]
+    doc: str
+
+
+_ROWS: list[SettingRow] = []
+
+
 def _setting(variable: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
-    metadata = {"variable": variable, "parse": parse, "doc": doc}
+    """A field's default; its row is kept in the order of the fields."""
+    _ROWS.append(SettingRow(variable, parse, doc))
     if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return msgspec.field(default_factory=default)
+    return msgspec.field(default=default)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything an operator can set. Names of variables are in the metadata."""
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an operator can set; SETTINGS has the variable of each field."""
 
     db: Path = _setting(
         "PI_DB",
@@ -693,13 +704,24 @@ class Settings:
     github_api_url: str = _setting(
         "GITHUB_API_URL", _url, "https://api.github.com", "GitHub's API."
     )
-    providers: Mapping[str, Provider] = field(default_factory=lambda: dict(PROVIDERS))
-    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    providers: Mapping[str, Provider] = msgspec.field(
+        default_factory=lambda: dict(PROVIDERS)
+    )
+    keys: Mapping[str, str] = msgspec.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return "Settings(…)"
 
     @property
     def isolated(self) -> bool:
         """Whether job networks are cut off; only exactly `0` opens them."""
         return self.egress != "0"
+
+
+#: Every setting by its field, in the order of docs/settings.md.
+SETTINGS: Mapping[str, SettingRow] = dict(
+    zip(Settings.__struct_fields__, _ROWS, strict=False)  # the last two have none
+)
 
 
 def load_settings(
@@ -739,15 +761,15 @@ def _dotenv(path: Path, faults: list[str]) -> dict[str, str]:
 
 def _parse_fields(values: Mapping[str, str], faults: list[str]) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
-    for item in dataclasses.fields(Settings):
-        variable = item.metadata.get("variable")
-        if variable is None or variable not in values:
+    for name, row in SETTINGS.items():
+        if row.variable not in values:
             continue
+        text = values[row.variable]
         try:
-            parsed[item.name] = item.metadata["parse"](values[variable])
+            parsed[name] = row.parse(text)
         except ValueError as error:
-            shown = "…" if _is_secret(variable) else json.dumps(values[variable])
-            faults.append(f"{variable}={shown} {error}")
+            shown = "…" if _is_secret(row.variable) else json.dumps(text)
+            faults.append(f"{row.variable}={shown} {error}")
     return parsed
 
 
@@ -830,15 +852,14 @@ def with_overlay(settings: Settings) -> Settings:
         changes = {name: _overlaid(name, value) for name, value in values.items()}
     except (OSError, ValueError) as error:
         raise Refused("settings-overlay-invalid", f"{path}: {error}") from error
-    return dataclasses.replace(settings, **changes)
+    return msgspec.structs.replace(settings, **changes)
 
 
 def _overlaid(name: str, value: Any) -> Any:
-    item = next(f for f in dataclasses.fields(Settings) if f.name == name)
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"{name}: {json.dumps(value)} must be a number or a string")
     try:
-        return item.metadata["parse"](str(value))
+        return SETTINGS[name].parse(str(value))
     except ValueError as error:
         raise ValueError(f"{name}: {json.dumps(value)} {error}") from error
 
@@ -873,6 +894,8 @@ _CONTAINER_MAX = 128
 
 
 def _digest(text: str, length: int = 32) -> str:
+    import hashlib
+
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
@@ -1551,8 +1574,7 @@ def _refuse_depth(text: str) -> None:
             )
 
 
-@dataclass
-class _Frame:
+class _Frame(msgspec.Struct):
     """An open array or object: its path, the keys met (None in an array)."""
 
     path: str
@@ -1607,8 +1629,7 @@ def _finite(number: float) -> bool:
 # -- an entry: its fields one by one, then the rules between them -------------
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True):
     """A value of the file, its path, and the list that its faults go to."""
 
     path: str
@@ -2213,6 +2234,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """`owner/repo#7`, as records and logs name the target."""
         return target_name(self.kind, self.repo, self.target.type, self.target.number)
 
+    def without_text(self) -> Job:
+        """What is kept of a job that can run no more: numbers, ids, fixed words."""
+        return msgspec.structs.replace(
+            self,
+            target=Target(self.target.type, self.target.number),
+            run=msgspec.structs.replace(self.run, instructions=None),
+            comment=None,
+            review=None,
+        )
+
 
 def fan_out(match: Match, event: Event) -> tuple[Job, ...]:
     """The jobs of one allowed delivery: one, or one for each replica."""
@@ -2419,6 +2450,8 @@ def _mac_holds(keys: Sequence[str], given: str, body: bytes) -> bool:
 
     Every key is tried, on bytes: `compare_digest` raises on non-ASCII text.
     """
+    import hmac
+
     if not re.fullmatch(r"[0-9A-Fa-f]{64}", given, re.ASCII):
         return False
     mac = bytes.fromhex(given)
@@ -3026,7 +3059,9 @@ def trial_forge(kind: str, secret: str | None) -> ApiForge:
         known = ", ".join(_FORGE_CLASSES)
         raise ConfigError(f"no forge {json.dumps(kind)}", f"name one of: {known}")
     given = {made.secret_field: (secret,) if secret else ()}
-    return made(dataclasses.replace(Settings(), **cast(Any, given)), requests.Session())
+    return made(
+        msgspec.structs.replace(Settings(), **cast(Any, given)), requests.Session()
+    )
 
 
 def trial_headers(
@@ -3402,6 +3437,13 @@ class Reader:
         others = [_run_row(row) for row in self._rows(sql, found.set, job)]
         return found, record, others
 
+    def own_tips(self, job: Job) -> frozenset[str]:
+        """The commits we ever pushed to the job's branch; others are not ours."""
+        sql = """SELECT tip FROM pushes WHERE kind = ? AND target = ?
+                 AND replica IS ?"""
+        rows = self._rows(sql, job.kind, job.title, job.replica)
+        return frozenset(row[0] for row in rows)
+
     def status(self, caps: Caps, now: float) -> Status:
         states = self._rows("SELECT state, count(*) FROM jobs GROUP BY state")
         beat = self._rows("SELECT at FROM flags WHERE name = 'heartbeat'")
@@ -3588,9 +3630,13 @@ class Store(Reader):
     def settle(self, delivery: str, reason: str | None) -> None:
         """Forget a pending delivery that was dropped; it may be redelivered."""
         sql = "DELETE FROM deliveries WHERE id = ? AND state = 'pending'"
-        self._write(lambda db: db.execute(sql, (delivery,)))
-        if reason:
-            self.count(reason)
+
+        def do(db: sqlite3.Connection) -> None:
+            db.execute(sql, (delivery,))
+            if reason:
+                _count(db, reason)
+
+        self._write(do)
 
     def count(self, word: str) -> None:
         """Add one to a counter; the only trace that a dropped delivery leaves."""
@@ -3711,22 +3757,11 @@ class Store(Reader):
         values = (job.kind, job.title, job.replica, tip, self.clock())
         self._write(lambda db: db.execute(sql, values))
 
-    def own_tips(self, job: Job) -> frozenset[str]:
-        """The commits we ever pushed to the job's branch; others are not ours."""
-        sql = """SELECT tip FROM pushes WHERE kind = ? AND target = ?
-                 AND replica IS ?"""
-        rows = self._rows(sql, job.kind, job.title, job.replica)
-        return frozenset(row[0] for row in rows)
-
     def published(
         self, job: str, request: Request | None, reason: str | None = None
     ) -> None:
-        """The job is told: keep the request's link, erase the payload."""
+        """The job is told: keep the request's link."""
         self._write(lambda db: _published(db, job, request, reason))
-
-    def cancel(self, job: str) -> None:
-        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
-        self._write(lambda db: db.execute(sql, (job,)))
 
     def cancelled(self, job: str) -> bool:
         return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
@@ -3773,7 +3808,7 @@ class Store(Reader):
         """The random name of this file's engine objects, made once."""
         known = self.flag("instance")
         if known is None:
-            known = secrets.token_hex(6)
+            known = random_hex(6)
             self.set_flag("instance", known)
         return known
 
@@ -3791,6 +3826,67 @@ class Store(Reader):
         """Forget what is older than the retention, counted from a job's end."""
         before = self.clock() - RETENTION_SECONDS
         self._write(lambda db: _forget(db, before))
+
+
+class Outside(Reader):
+    """What another process than the worker may change: one transaction each.
+
+    It never checkpoints: SQLite below 3.51.3 may lose pages of the log when two
+    connections do, so only the worker's does.
+    """
+
+    def __init__(self, path: Path, clock: Clock = time.time) -> None:
+        super().__init__(path)
+        self.clock = clock
+
+    def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        self.integrity()  # refuses a file that is absent or not ours
+        connection = _connect(self.path)
+        try:
+            connection.execute("PRAGMA wal_autocheckpoint = 0")
+            connection.execute("BEGIN IMMEDIATE")
+            answer = do(connection)
+            connection.execute("COMMIT")
+        finally:
+            connection.close()
+        return answer
+
+    def pause(self) -> None:
+        self._write(lambda db: _set_flag(db, "paused", "1", self.clock()))
+
+    def resume(self) -> None:
+        self._write(lambda db: _set_flag(db, "paused", None, self.clock()))
+
+    def cancel(self, job: str) -> str:
+        """Ask for a job's end; returns the state it was found in.
+
+        A job that has ended is a ConfigError that says how.
+        """
+        run, _, _ = self.run(job)
+        if run.state not in ("queued", "claimed", "starting", "running"):
+            raise ConfigError(f"{job} has already ended: {run.state}")
+        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
+        self._write(lambda db: db.execute(sql, (job,)))
+        return run.state
+
+    def kept(self, job: str) -> tuple[Job, Workspace, Record]:
+        """What is needed to publish a job again. Raises `ConfigError`."""
+        _, record, _ = self.run(job)
+        sql = "SELECT payload, work FROM jobs WHERE id = ?"
+        row = self._rows(sql, job)[0]
+        if record is None or row["work"] is None or not row["payload"]:
+            raise ConfigError(f"{job} has nothing to publish", "see `pidispatch runs`")
+        return (
+            msgspec.json.decode(row["payload"], type=Job),
+            msgspec.json.decode(row["work"], type=Workspace),
+            record,
+        )
+
+    def pushed(self, job: Job, tip: str) -> None:
+        self._write(lambda db: _pushed(db, job, tip, self.clock()))
+
+    def published(self, job: str, request: Request | None) -> None:
+        self._write(lambda db: _published(db, job, request, None))
 
 
 def _in_savepoint(
@@ -3933,7 +4029,7 @@ def _claim(db: sqlite3.Connection, now: float) -> Claimed | None:
                           AND not_before <= ? ORDER BY seq LIMIT 1)
              AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
              RETURNING payload, claim, attempt, queued_at, deferrals"""
-    rows = db.execute(sql, (secrets.token_hex(8), now)).fetchall()
+    rows = db.execute(sql, (random_hex(8), now)).fetchall()
     return _claimed_of(rows[0]) if rows else None
 
 
@@ -4023,10 +4119,11 @@ def _finish(
     _book(db, claimed, record.tokens)
     state = "publishing" if notice else "done"
     text = msgspec.json.encode(notice).decode() if notice else None
-    sql = """UPDATE jobs SET state = ?1, notice = ?2, ended_at = ?3, not_before = 0,
-             payload = CASE WHEN ?2 IS NULL THEN NULL ELSE payload END
-             WHERE id = ?4 AND claim = ?5"""
-    _one(db, sql, (state, text, now, claimed.job.id, claimed.claim))
+    payload = msgspec.json.encode(claimed.job.without_text()).decode()
+    sql = """UPDATE jobs SET state = ?, notice = ?, ended_at = ?, not_before = 0,
+             payload = ? WHERE id = ? AND claim = ?"""
+    values = (state, text, now, payload, claimed.job.id, claimed.claim)
+    _one(db, sql, values)
     db.execute(
         """INSERT OR REPLACE INTO runs (job_id, set_id, ended_at, record)
            VALUES (?, ?, ?, ?)""",
@@ -4044,11 +4141,16 @@ def _notice_of(row: sqlite3.Row) -> tuple[Job, Workspace | None, Notice, int]:
     )
 
 
+def _pushed(db: sqlite3.Connection, job: Job, tip: str, at: float) -> None:
+    sql = "INSERT INTO pushes (kind, target, replica, tip, at) VALUES (?, ?, ?, ?, ?)"
+    db.execute(sql, (job.kind, job.title, job.replica, tip, at))
+
+
 def _published(
     db: sqlite3.Connection, job: str, request: Request | None, reason: str | None
 ) -> None:
     db.execute(
-        "UPDATE jobs SET state = 'done', payload = NULL, notice = NULL WHERE id = ?",
+        "UPDATE jobs SET state = 'done', notice = NULL WHERE id = ?",
         (job,),
     )
     link = msgspec.json.encode(request).decode() if request else None
@@ -4389,7 +4491,7 @@ class DockerEngine:
         self._local = threading.local()
         self._catalogues: dict[str, Mapping[str, Any]] = {}
         self._cpus: int | None = None
-        self._next_subnet = secrets.randbelow(1 << 12)
+        self._next_subnet = int(random_hex(2), 16)
 
     @property
     def api(self) -> docker.APIClient:
@@ -5012,8 +5114,7 @@ _UNSEEN = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """Seconds one git command may take; `cpu` is processor time over a bundle.
 
     A 0.6 MB bundle may hold a 600 MB file, so bytes alone bound nothing.
@@ -5055,8 +5156,7 @@ class Seen(NamedTuple):
     refs: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Remote:
+class Remote(msgspec.Struct, frozen=True):
     """A repository on a forge: where, and as whom; the URL holds no secret."""
 
     url: str
@@ -5111,8 +5211,7 @@ def _fault(
     return Refused(reason, message, _FIXES.get(reason))
 
 
-@dataclass(frozen=True)
-class Git:
+class Git(msgspec.Struct, frozen=True):
     """Runs git in a closed environment; `private` is a 0700 directory of ours.
 
     A token reaches git only through a file in a directory that lives as long as
@@ -5237,8 +5336,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.communicate()
 
 
-@dataclass(frozen=True)
-class Repository:
+class Repository(msgspec.Struct, frozen=True):
     """A bare repository of ours and the git that works on it."""
 
     git: Git
@@ -5259,8 +5357,7 @@ class Repository:
         self.run("init", "--bare", "--quiet", "--template=")
 
 
-@dataclass(frozen=True)
-class Mirror(Repository):
+class Mirror(Repository, frozen=True):
     """The host's bare copy of one repository; nothing from a box enters it."""
 
     @contextlib.contextmanager
@@ -5337,8 +5434,7 @@ def _ref_part(job: str) -> str:
     return "h" + _digest(job) if odd else job
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """What a box is given of a repository, and what the way out needs to know.
 
     `base` is the commit the job starts from, `lease` the job branch's commit on
@@ -5363,12 +5459,12 @@ class Mirrors:
         self,
         root: Path,
         protocols: tuple[str, ...] = ("http", "https"),
-        bounds: Bounds = Bounds(),
+        bounds: Bounds | None = None,
     ) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.chmod(0o700)
         self.root = root.resolve()
-        self.git = Git(self.root, protocols, bounds)
+        self.git = Git(self.root, protocols, bounds or Bounds())
         _install_askpass(self.root)
         _sweep(self.root)
 
@@ -5445,7 +5541,7 @@ def _install_askpass(root: Path) -> None:
     script = root / "askpass"
     if script.exists() and script.read_text("utf-8") == ASKPASS:
         return
-    fresh = root / f"askpass.{secrets.token_hex(8)}"
+    fresh = root / f"askpass.{random_hex(8)}"
     write_private(fresh, ASKPASS.encode())
     fresh.chmod(0o700)
     fresh.replace(script)
@@ -5546,8 +5642,7 @@ def _contents(mirror: Mirror, blobs: Sequence[bytes]) -> Iterator[bytes]:
         at = end + 1 + size + 1
 
 
-@dataclass(frozen=True)
-class Quarantine(Repository):
+class Quarantine(Repository, frozen=True):
     """A throw-away repository with a box's checked result; close it after use.
 
     `tip` descends from the job's base by `commits` commits and is complete.
@@ -5626,7 +5721,7 @@ def check_bundle(
         _index(quarantine, source.fileno(), limit)
         commits = _check_tip(quarantine, base)
         undo.pop_all()
-    return dataclasses.replace(quarantine, commits=commits)
+    return msgspec.structs.replace(quarantine, commits=commits)
 
 
 def _open_bundle(bundle: Path, limit: int) -> BinaryIO:
@@ -5717,13 +5812,16 @@ def push(
 
     `lease` is the branch's commit when the job was prepared (None: absent); it
     is replaced only when the tip contains it or it is one of `ours`, the commits
-    this instance pushed there. The same push again is harmless. Raises
-    `Refused` (branch-moved, push-refused, workflow-permission) or `InfraError`.
+    this instance pushed there. A branch that was deleted since is made anew. The
+    same push again is harmless. Raises `Refused` (branch-moved, push-refused,
+    workflow-permission) or `InfraError`.
     """
     ref, tip, git = f"refs/heads/{branch}", quarantine.tip, quarantine.git
     present = git.look(remote, ref).refs.get(ref)
     if present == tip:
         return
+    if present is None:
+        lease = None
     if present != lease or not _replaceable(quarantine, lease, ours):
         raise Refused("branch-moved", f"{branch} was changed by someone else")
     options = ("--porcelain", "--no-progress", "--no-verify", "--no-follow-tags")
@@ -5745,8 +5843,7 @@ def _replaceable(
     return quarantine.call(*check).code == 0
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """What a finished job left: files of its outbox and the facts it started from.
 
     `base`, `lease` and `default_branch` come from `Prepared`; `commits` is the
@@ -5764,8 +5861,7 @@ class Work:
     ours: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(msgspec.Struct, frozen=True):
     """What stands on the forge: the branch's commit and its request, if any."""
 
     tip: str | None = None
@@ -5970,8 +6066,7 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
     return Verdict("failed", "unexpected-exit")
 
 
-@dataclass
-class Attempt:
+class Attempt(msgspec.Struct):
     """What one attempt learns on its way up the ladder; filled gate by gate."""
 
     claimed: Claimed
@@ -5980,11 +6075,11 @@ class Attempt:
     image: Image | None = None
     gate_image: Image | None = None
     provider: Provider | None = None
-    catalogue: Mapping[str, Any] = field(default_factory=dict)
+    catalogue: Mapping[str, Any] = msgspec.field(default_factory=dict)
     remote: Remote | None = None
     box: Box | None = None
     prepared: Prepared | None = None
-    skill: Mapping[str, bytes] = field(default_factory=dict)
+    skill: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     started_at: float | None = None
 
     @property
@@ -6173,7 +6268,7 @@ class Dispatcher:
         forges: Mapping[str, Forge],
         *,
         clock: Clock = time.time,
-        new_token: Callable[[], str] = lambda: secrets.token_hex(32),
+        new_token: Callable[[], str] = lambda: random_hex(32),
     ) -> None:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
@@ -6380,6 +6475,8 @@ class Dispatcher:
         attempt = Attempt(claimed, self.settings, self.new_token())
         _event("job-claimed", claimed.job)
         try:
+            if self.store.cancelled(claimed.job.id):
+                raise Refused("operator-cancel", "an operator cancelled it")
             self.climb(attempt)
             self._start(attempt)
             self._settle(attempt, self._attend(attempt))
@@ -6579,7 +6676,7 @@ class Dispatcher:
 
     def kept_dir(self, job: Job) -> Path:
         """Where a job's bundle and texts are kept until the retention ends."""
-        folder = self.settings.state_dir / "bundles" / container_name(job.id)
+        folder = kept_path(self.settings, job.id)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return folder
 
@@ -6625,18 +6722,8 @@ class Dispatcher:
                 forge.comment(job.repo, job.target, notice.text, notice.marker)
             return None, None
         assert workspace
-        kept = self.kept_dir(job)
-        bundle = kept / "branch.bundle"
-        work = Work(
-            bundle=bundle if bundle.is_file() else None,
-            review_request=_kept_text(kept, "review-request.md"),
-            comment=_kept_text(kept, "comment.md"),
-            base=workspace.base,
-            lease=workspace.lease,
-            default_branch=workspace.default_branch,
-            commits=notice.commits,
-            ours=self.store.own_tips(job),
-        )
+        ours = self.store.own_tips(job)
+        work = kept_work(self.kept_dir(job), workspace, ours, notice.commits)
         published = publish_job(
             forge, self.mirrors, job, work, lambda tip: self.store.pushed(job, tip)
         )
@@ -6723,6 +6810,55 @@ def keep_texts(folder: Path, ended: BoxExit) -> None:
     for name, text in texts:
         if text is not None:
             write_private(folder / name, text.encode())
+
+
+def kept_path(settings: Settings, job: str) -> Path:
+    return settings.state_dir / "bundles" / container_name(job)
+
+
+def kept_work(
+    folder: Path, workspace: Workspace, ours: frozenset[str], commits: int = 0
+) -> Work:
+    """What a box left, from the files that are kept of it."""
+    bundle = folder / "branch.bundle"
+    return Work(
+        bundle=bundle if bundle.is_file() else None,
+        review_request=_kept_text(folder, "review-request.md"),
+        comment=_kept_text(folder, "comment.md"),
+        base=workspace.base,
+        lease=workspace.lease,
+        default_branch=workspace.default_branch,
+        commits=commits,
+        ours=ours,
+    )
+
+
+def publish_by_hand(
+    settings: Settings, outside: Outside, job_id: str, branch: str | None
+) -> str:
+    """Publish a kept result again, or push it to `branch`; says what was done.
+
+    Raises `ConfigError` when nothing is kept or the forge is not served, and what
+    publishing raises.
+    """
+    job, workspace, _ = outside.kept(job_id)
+    forge = forges_of(settings).get(job.kind)
+    if forge is None:
+        variable = FORGES[job.kind].secret_variable
+        raise ConfigError(f"{job.kind} is not served", f"set {variable}")
+    ours = outside.own_tips(job)
+    work = kept_work(kept_path(settings, job_id), workspace, ours)
+    if work.bundle is None:
+        raise ConfigError(f"no commits of {job_id} are kept", "see `pidispatch show`")
+    mirrors = Mirrors(settings.state_dir / "mirrors")
+    if branch is not None:
+        tip = publish_to(forge, mirrors, job, work, branch)
+        return f"pushed {tip} to {branch}"
+    published = publish_job(
+        forge, mirrors, job, work, lambda tip: outside.pushed(job, tip)
+    )
+    outside.published(job_id, published.request)
+    return published.request.url if published.request else "nothing to publish"
 
 
 def _kept_text(folder: Path, name: str) -> str | None:
@@ -7038,6 +7174,8 @@ class Intake:
 
         Header names are in lower case. Nothing here waits for a forge's API.
         """
+        import hashlib
+
         forge = self.forges.get(kind)
         if forge is None:
             return _refusal(404)
@@ -7931,8 +8069,6 @@ SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
     "panel_bind": "warn",
     "panel_port": "warn",
     "panel_token": "warn",
-    "capture_logs": "warn",
-    "log_retention_days": "warn",
     "on_failure": "warn",
 }
 
@@ -8203,10 +8339,9 @@ def _check_limits(
 ) -> None:
     """Name what was asked for and this version does not do."""
     plain = Settings()
-    for item in dataclasses.fields(Settings):
-        state = SETTINGS_NOT_YET.get(item.name)
-        if state and getattr(settings, item.name) != getattr(plain, item.name):
-            variable = item.metadata["variable"]
+    for name, state in SETTINGS_NOT_YET.items():
+        if getattr(settings, name) != getattr(plain, name):
+            variable = SETTINGS[name].variable
             found = f"{variable} has no effect in this version"
             checks.append(Check("settings", state, found, f"remove {variable}"))
     for rule in rules:
@@ -8491,7 +8626,7 @@ class Commands(click.Group):
 
 def settings_of(db: Path | None = None) -> Settings:
     settings = load_settings()
-    return dataclasses.replace(settings, db=db) if db else settings
+    return msgspec.structs.replace(settings, db=db) if db else settings
 
 
 def triggers_path(settings: Settings, named: Path | None) -> Path:
@@ -8594,7 +8729,7 @@ def init(folder: Path) -> None:
     """Write .env, triggers.json and limits.json. Nothing is ever overwritten."""
     schema = json.dumps(triggers_schema(), indent=2) + "\n"
     files = (
-        (".env", _ENV_TEMPLATE.format(secret=secrets.token_hex(32)), 0o600),
+        (".env", _ENV_TEMPLATE.format(secret=random_hex(32)), 0o600),
         ("triggers.json", _TRIGGERS_TEMPLATE, 0o644),
         ("triggers.schema.json", schema, 0o644),
         ("limits.json", '{"scopes": [], "pauseWindows": []}\n', 0o644),
@@ -8755,6 +8890,49 @@ def status(db: Path | None, as_json: bool) -> None:
     settings = settings_of(db)
     state = Reader(settings.db).status(Caps.of(settings), time.time())
     emit(state, lambda: status_text(state), as_json)
+
+
+@main.command()
+@db_option
+def pause(db: Path | None) -> None:
+    """Start no more jobs until `resume`; running ones go on. Survives restarts."""
+    Outside(settings_of(db).db).pause()
+    click.echo("paused: deliveries are still taken, no job starts")
+
+
+@main.command()
+@db_option
+def resume(db: Path | None) -> None:
+    """Start jobs again after `pause`."""
+    Outside(settings_of(db).db).resume()
+    click.echo("resumed")
+
+
+_CANCELLED = {
+    "queued": "it had not started and will not",
+    "claimed": "it was about to start and is stopped before or right after that",
+    "starting": "its container is being started and is stopped right after",
+    "running": "its container is being stopped; what it used is paid for",
+}
+
+
+@main.command()
+@click.argument("job")
+@db_option
+def cancel(job: str, db: Path | None) -> None:
+    """End one job; its siblings go on."""
+    state = Outside(settings_of(db).db).cancel(job)
+    click.echo(f"{job}: {_CANCELLED[state]}")
+
+
+@main.command()
+@click.argument("job")
+@click.option("--to", "branch", help="Push to this new branch instead.")
+@db_option
+def publish(job: str, branch: str | None, db: Path | None) -> None:
+    """Publish a kept result again."""
+    settings = settings_of(db)
+    click.echo(plain_text(publish_by_hand(settings, Outside(settings.db), job, branch)))
 
 
 @main.command("doctor")

@@ -42,7 +42,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from http.client import responses
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -3320,7 +3320,9 @@ def _with_model(module: Any, settings: Any, url: str, **more: Any) -> Any:
     provider = module.Provider(
         "demo", f"{url}/v1", "openai-completions", "DEMO_KEY", models=(row,)
     )
-    return replace(settings, providers={"demo": provider}, **more)
+    return module.msgspec.structs.replace(
+        settings, providers={"demo": provider}, **more
+    )
 
 
 def _demo_engine(

@@ -8,7 +8,7 @@ listed. It retries nothing, follows no redirect and says what happened in JSON l
 stdout, in which no body, header, key or token ever stands.
 
 Sections, bottom-up: limits, usage, meter, terms, names, bodies, messages, wires,
-ledger, gate, command line. Up to "wires" all is pure.
+ledger, gate, command line. All before "wires" is pure.
 """
 
 from __future__ import annotations
@@ -405,18 +405,6 @@ def may_connect(host: str, address: str) -> bool:
     return not unfit and str(real) not in METADATA
 
 
-def complain(error: object) -> None:
-    """On stderr and by type alone: the text of an exception may hold what was sent."""
-    print(f"gate: {type(error).__name__}", file=sys.stderr, flush=True)
-
-
-async def resolve(host: str, port: int) -> list[str]:
-    """A host's addresses, each once; OSError when it has none."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(info[4][0]) for info in found))
-
-
 # ---------------------------------------------------------------------------- bodies
 # What a request asks for, read without building it in memory: a box may send 64 MiB.
 
@@ -583,6 +571,18 @@ def model_in(template: str, path: str) -> str | None:
 # ----------------------------------------------------------------------------- wires
 
 
+def complain(error: object) -> None:
+    """On stderr and by type alone: the text of an exception may hold what was sent."""
+    print(f"gate: {type(error).__name__}", file=sys.stderr, flush=True)
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """A host's addresses, each once; OSError when it has none."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
 class Wire:
     """One connection. Each wait on it ends in TimeoutError after `patience` seconds."""
 
@@ -649,7 +649,7 @@ class Wire:
         self.writer.close()
 
     def abort(self) -> None:
-        """Close so that it cannot be taken for a regular end."""
+        """Close at once, whatever has not been read."""
         self.writer.transport.abort()
 
     async def _read(self, size: int) -> bytes:
@@ -960,8 +960,7 @@ class Gate:
                     ways.create_task(pump(box, far, quiet, idle))
                     ways.create_task(pump(far, box, quiet, idle))
             except* OSError:
-                box.abort()  # one end broke off, and the other has to see that it did
-                far.abort()
+                pass  # one end broke off, so the other is closed as well
 
     # model calls
 
@@ -1059,7 +1058,7 @@ class Gate:
         far = None
         try:
             far = await self._reach(call.provider)
-            # A provider may answer early and stop reading: the answer tells.
+            # A provider may answer early and read no more: then the answer tells why.
             with contextlib.suppress(OSError):
                 await far.send(self._request(call.provider, head, target, body))
                 await far.send(body)
@@ -1071,8 +1070,7 @@ class Gate:
             await self._relay(far, answer, box, call.meter)
         except (OSError, EOFError, Refused) as error:
             if call.answer is not None:
-                box.abort()  # a broken answer has to look broken
-                return
+                return  # closed without its end, a broken answer looks broken
             call.status = 504 if isinstance(error, TimeoutError) else 502
             await self._reply(box, call.status, "upstream")
         finally:

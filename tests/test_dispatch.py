@@ -10,11 +10,12 @@ import ast
 import itertools
 import json
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import FakeClock, Maker
 from hypothesis import given
@@ -168,6 +169,7 @@ class FakeBox:
         self.engine.inputs.append(dict(inputs))
 
     def wait(self, seconds: int) -> bool:
+        self.engine.waited()
         return self.engine.ends.is_set()
 
     def stop(self) -> None:
@@ -195,6 +197,7 @@ class FakeEngine:
     start_error: Exception | None = None
     ends: threading.Event = field(default_factory=threading.Event)
     models: dict[str, Any] = field(default_factory=dict)
+    waited: Callable[[], object] = lambda: None
 
     def image(self, tag: str) -> pidispatch.Image | None:
         return self.images.get(tag)
@@ -266,6 +269,10 @@ class Bench:
         while claimed := self.store.claim():
             self.dispatcher.run(claimed)
         return self.store.runs(9)
+
+    def change(self, **settings: Any) -> None:
+        old = self.dispatcher.settings
+        self.dispatcher.settings = msgspec.structs.replace(old, **settings)
 
     def used(self) -> int:
         return self.store.status(CAPS, self.clock()).used
@@ -383,7 +390,9 @@ def test_a_refusal_costs_nothing_and_is_said_once(
 
 
 def test_a_gate_image_without_a_gate_is_refused(bench: Bench) -> None:
-    bench.dispatcher.settings = replace(bench.dispatcher.settings, gate_image="other")
+    bench.dispatcher.settings = msgspec.structs.replace(
+        bench.dispatcher.settings, gate_image="other"
+    )
     bench.engine.images["other"] = image("replicas")
     [run] = bench.run()
     assert run.reason == "gate-image-missing"
@@ -391,7 +400,9 @@ def test_a_gate_image_without_a_gate_is_refused(bench: Bench) -> None:
 
 
 def test_a_spent_cap_is_seen_before_anything_is_minted(bench: Bench) -> None:
-    bench.dispatcher.settings = replace(bench.dispatcher.settings, daily_cap=1)
+    bench.dispatcher.settings = msgspec.structs.replace(
+        bench.dispatcher.settings, daily_cap=1
+    )
     bench.engine.exits.append(OK)
     rows = bench.run(2)
     assert [(r.state, r.reason) for r in reversed(rows)] == [
@@ -406,7 +417,9 @@ def test_a_cap_spent_meanwhile_refuses_at_the_reservation_and_removes_the_box(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.store, "peek_caps", lambda caps: None)
-    bench.dispatcher.settings = replace(bench.dispatcher.settings, daily_cap=1)
+    bench.dispatcher.settings = msgspec.structs.replace(
+        bench.dispatcher.settings, daily_cap=1
+    )
     bench.engine.exits.append(OK)
     rows = bench.run(2)
     assert rows[0].reason == "over-budget"
@@ -416,9 +429,7 @@ def test_a_cap_spent_meanwhile_refuses_at_the_reservation_and_removes_the_box(
 
 def test_an_overlay_is_read_for_every_job(bench: Bench, tmp_path: Path) -> None:
     overlay = tmp_path / "overlay.json"
-    bench.dispatcher.settings = replace(
-        bench.dispatcher.settings, settings_file=overlay
-    )
+    bench.change(settings_file=overlay)
     overlay.write_text('{"model": "other"}')
     bench.engine.exits.append(OK)
     bench.run()
@@ -496,8 +507,10 @@ def test_a_cancelled_run_is_stopped_and_its_sibling_goes_on(bench: Bench) -> Non
     bench.engine.exits += [BoxExit(code=143), OK]
     first = bench.store.claim()
     assert first
-    bench.store.cancel(first.job.id)
+    outside = pidispatch.Outside(bench.store.path, bench.clock)
+    bench.engine.waited = lambda: outside.cancel(first.job.id)
     bench.dispatcher.run(first)
+    bench.engine.waited = lambda: None
     bench.engine.ends.set()
     rows = bench.work()
     assert [(r.state, r.reason) for r in reversed(rows)] == [
@@ -660,7 +673,9 @@ def test_a_captured_log_is_private_capped_and_says_that_it_was_cut(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T45."""
-    bench.dispatcher.settings = replace(bench.dispatcher.settings, capture_logs=True)
+    bench.dispatcher.settings = msgspec.structs.replace(
+        bench.dispatcher.settings, capture_logs=True
+    )
     monkeypatch.setattr(pidispatch, "LOG_MAX_BYTES", 7)
     bench.engine.exits.append(OK)
     [run] = bench.run()
@@ -687,3 +702,13 @@ def test_every_reason_that_is_written_stands_in_the_vocabulary() -> None:
             written.add(word.value)
     assert len(written) > 20
     assert written <= known, written - known
+
+
+def test_a_queued_job_that_was_cancelled_starts_nothing(bench: Bench) -> None:
+    delivery = bench.maker.delivery("a")
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event))
+    pidispatch.Outside(bench.store.path, bench.clock).cancel("gh-a")
+    [run] = bench.work()
+    assert (run.state, run.reason) == ("policy", "operator-cancel")
+    assert bench.engine.log == []
+    assert bench.used() == 0

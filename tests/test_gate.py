@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -559,16 +560,15 @@ def test_a_response_that_would_run_on_in_the_background_is_refused() -> None:
     go(test())
 
 
+NAMES = st.text().filter(lambda name: name.casefold() not in gate.TELLING)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4)
+        st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4)
     ),
     max_leaves=12,
 )
-BODIES = st.dictionaries(
-    st.text().filter(lambda name: name.casefold() not in gate.TELLING), JSON, max_size=5
-)
+BODIES = st.dictionaries(NAMES, JSON, max_size=5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -1018,6 +1018,13 @@ def test_a_streams_usage_is_found_byte_by_byte(style: str, line_end: bytes) -> N
     assert metered(style, *pieces) == (usage, False)
 
 
+def test_an_event_may_span_lines_and_lack_its_last_one() -> None:
+    usage = json.dumps({"usage": OPENAI_USAGE}, indent=1).encode()
+    text = b"data: " + usage.replace(b"\n", b"\r\ndata: ")
+    pieces = [text[at : at + 1] for at in range(len(text))]
+    assert metered("openai-completions", *pieces) == ((100, 50, 2000, 300), False)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(PLAIN)), st.sampled_from([None, 1, 4]), CUTS)
 def test_a_plain_answers_usage_is_found_however_it_is_cut(
@@ -1259,27 +1266,21 @@ def test_a_silent_provider_is_given_up_after_a_while() -> None:
     go(test())
 
 
-def test_a_provider_that_refuses_before_it_has_read_everything_is_heard() -> None:
-    refused = (
-        b"HTTP/1.1 413 Too Large\r\ncontent-length: 3\r\nconnection: close\r\n\r\nbig"
-    )
-
+def test_a_provider_that_refuses_and_reads_no_further_is_heard() -> None:
     async def early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(refused)
-        await writer.drain()
-        writer.write_eof()
-        await reader.read()
-        writer.close()
+        await answer(b"big", "413 Too Large")(writer)
+        await asyncio.Event().wait()
 
     async def test() -> None:
         async with running() as it:
             server = await asyncio.start_server(early, "127.0.0.1", 0)
             it.provider.port = server.sockets[0].getsockname()[1]
+            limits = gate.Limits(upstream=0.05)
             line = terms_line(it.provider.port, "openai-completions")
-            other = gate.Gate(gate.read_terms(line), it.lines.append, tls=TRUST)
+            other = gate.Gate(gate.read_terms(line), it.lines.append, limits, tls=TRUST)
             it.port = await other.start("127.0.0.1", 0)
-            got = await it.ask(body={"model": "m", "pad": "y" * 3_000_000})
+            got = await it.ask(body={"model": "m", "pad": "y" * 30_000_000})
             assert (got.status, got.body) == (413, b"big")
             assert (await it.booked())["total"] == 0
             await other.stop()
@@ -1708,10 +1709,16 @@ def test_the_address_that_was_judged_is_the_one_that_is_connected_to(
     go(test())
 
 
-def test_a_tunnel_that_breaks_off_at_the_far_end_breaks_off_in_the_box() -> None:
+def test_a_tunnel_that_breaks_off_at_the_far_end_ends_in_the_box_without_a_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     async def test() -> None:
         async def serve(r: asyncio.StreamReader, w: asyncio.StreamWriter) -> None:
             await r.read(1)
+            reset = struct.pack("ii", 1, 0)
+            w.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, reset
+            )
             w.transport.abort()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -1727,6 +1734,7 @@ def test_a_tunnel_that_breaks_off_at_the_far_end_breaks_off_in_the_box() -> None
         server.close()
 
     go(test())
+    assert capsys.readouterr().err == ""
 
 
 def test_a_tunnel_that_is_silent_both_ways_is_closed() -> None:
@@ -1739,9 +1747,20 @@ def test_a_tunnel_that_is_silent_both_ways_is_closed() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
             writer.write(asked_for(f"127.0.0.1:{port}"))
             await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"x")
+            assert await reader.readexactly(1) == b"x"
             with contextlib.suppress(OSError):
                 assert await reader.read() == b""
             writer.close()
+
+    go(test())
+
+
+def test_a_connect_request_has_no_body() -> None:
+    async def test() -> None:
+        async with running(allow=["127.0.0.1:9"]) as it:
+            raw = b"CONNECT 127.0.0.1:9 HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc"
+            assert (await it.raw(raw)).status == 400
 
     go(test())
 
@@ -1919,6 +1938,16 @@ def test_a_body_that_is_too_large_is_refused(framing: str) -> None:
             raw = head + f"{AUTH}{framing}\r\n\r\n".encode() + chunk(b" " * 2001)
             assert (await it.raw(raw)).status == 413
             assert not it.gate._bodies
+
+    go(test())
+
+
+def test_a_body_that_will_be_too_large_is_not_waited_for() -> None:
+    async def test() -> None:
+        async with running(limits=gate.Limits(body=2000, linger=0.05)) as it:
+            headers = {"authorization": f"Bearer {TOKEN}", "content-length": "2001"}
+            head = it.head("POST", "/v1/chat/completions", headers)
+            assert (await it.raw(head)).status == 413
 
     go(test())
 

@@ -582,3 +582,31 @@ def test_a_strangers_label_event_with_a_wrong_signature_starts_nothing(
     assert status == 401
     headers, body = demo.signed_delivery("issues", payload, SECRET, "guid-x")
     assert world.send(headers, body)[0] == 202, "the real one was not burned"
+
+
+def test_a_branch_that_someone_moved_is_left_alone_and_published_by_hand_later(
+    world: World,
+) -> None:
+    """T48: nobody's commits are overwritten; the paid work is kept."""
+    world.repo.commit("pi/issue-7", {"mine.txt": "a person's\n"}, "Mine")
+    theirs = world.repo.branch("pi/issue-7")
+    world.start()
+    jobs = world.label()
+    [run] = world.wait(jobs)
+    assert (run.state, run.reason) == ("completed", "branch-moved")
+    assert world.repo.branch("pi/issue-7") == theirs
+    [comment] = [c for c in world.comments() if "branch-moved" in c]
+    assert f"pidispatch publish {jobs[0]}" in comment
+    calls = len(world.model.log)
+
+    outside = pidispatch.Outside(world.settings.db)
+    by_hand = (world.settings, outside, jobs[0])
+    said = pidispatch.publish_by_hand(*by_hand, "pi/rescued")
+    assert world.repo.branch("pi/rescued") in said
+    with pytest.raises(pidispatch.Refused, match="pi/issue-7"):
+        pidispatch.publish_by_hand(*by_hand, None)
+    world.repo.delete_branch("pi/issue-7")
+    url = pidispatch.publish_by_hand(*by_hand, None)
+    assert world.store.run(jobs[0])[0].request.url == url  # type: ignore[union-attr]
+    assert list(world.pulls()) == ["pi/issue-7"]
+    assert len(world.model.log) == calls, "the agent did not run again"

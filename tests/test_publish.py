@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import hashlib
 import io
 import os
@@ -29,6 +28,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -1501,7 +1501,7 @@ def test_a_small_bundle_of_a_huge_file_is_bounded_in_time(
     tip, _ = honest(hostile)
     bundle = hostile.bundle(tip, zeros(1))
     assert bundle.stat().st_size < 8 * 2**20
-    git = dataclasses.replace(hostile.mirror.git, bounds=bounds)
+    git = msgspec.structs.replace(hostile.mirror.git, bounds=bounds)
     hostile.mirror = pd.Mirror(git, hostile.mirror.path)
     assert hostile.refused(bundle) == "too-slow"
 
@@ -1621,7 +1621,7 @@ def test_a_rerun_replaces_what_this_instance_pushed_before(bench: Bench) -> None
     again = make_job(delivery="d2")
     work = bench.work(again, {"fix": "better"})
     assert work.lease == before and before is not None
-    work = dataclasses.replace(work, ours=frozenset({before}))
+    work = msgspec.structs.replace(work, ours=frozenset({before}))
     published = bench.publish(again, work)
     assert bench.tip("pi/issue-7") == published.tip != before
     assert len(bench.forge.requests) == 1

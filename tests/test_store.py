@@ -401,7 +401,7 @@ def test_what_is_to_be_published_is_kept_until_it_is_told(
     store.keep_work(job, work)
     notice = pidispatch.Notice("result")
     store.finish(job, record_of(job), notice)
-    assert store.notice(job.job.id) == (job.job, work, notice, 0)
+    assert store.notice(job.job.id) == (job.job.without_text(), work, notice, 0)
     store.postpone_notice(job.job.id, clock() + 5)
     assert store.due_notices() == []
     clock.pass_(5)
@@ -567,3 +567,64 @@ def test_a_second_worker_on_the_same_file_is_refused(tmp_path: Path) -> None:
         pidispatch.lock_file(tmp_path / "q.worker.lock")
     held.close()
     pidispatch.lock_file(tmp_path / "q.worker.lock").close()
+
+
+# -- another process on the same file -------------------------------------------
+
+
+def test_pause_and_resume_come_from_another_process_and_survive_restarts(
+    tmp_path: Path, clock: FakeClock, maker: Maker
+) -> None:
+    store = Store(tmp_path / "q.db", clock)
+    maker.admit(store)
+    outside = pidispatch.Outside(store.path, clock)
+    outside.pause()
+    assert store.claim() is None
+    store.close()
+    store = Store(tmp_path / "q.db", clock)
+    assert store.claim() is None
+    assert store.status(CAPS, clock()).paused
+    outside.resume()
+    assert store.claim() is not None
+    store.close()
+
+
+def test_cancel_says_what_it_found_and_leaves_the_sibling(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.admit(store, 2, delivery="a")
+    outside = pidispatch.Outside(store.path, clock)
+    assert outside.cancel("gh-a-r1") == "queued"
+    assert store.cancelled("gh-a-r1")
+    assert not store.cancelled("gh-a-r2")
+    job = claimed(store)
+    store.finish(job, record_of(job), None)
+    with pytest.raises(pidispatch.ConfigError, match="already ended: completed"):
+        outside.cancel(job.job.id)
+    with pytest.raises(pidispatch.ConfigError, match="no job"):
+        outside.cancel("gh-none")
+
+
+def test_another_process_never_checkpoints_and_makes_no_file(
+    store: Store, tmp_path: Path
+) -> None:
+    outside = pidispatch.Outside(store.path)
+    pragma = "PRAGMA wal_autocheckpoint"
+    assert outside._write(lambda db: db.execute(pragma).fetchone()[0]) == 0
+    with pytest.raises(pidispatch.ConfigError):
+        pidispatch.Outside(tmp_path / "none.db").pause()
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_what_is_kept_of_an_ended_job_has_no_text_and_can_be_published_again(
+    store: Store, maker: Maker, clock: FakeClock
+) -> None:
+    maker.admit(store, target=pidispatch.Target("issue", 7, "canary", "canary"))
+    job = claimed(store)
+    store.start(job, CAPS)
+    store.keep_work(job, pidispatch.Workspace("b" * 40, "main"))
+    store.finish(job, record_of(job), None)
+    kept, work, record = pidispatch.Outside(store.path, clock).kept(job.job.id)
+    assert kept.target == pidispatch.Target("issue", 7)
+    assert (kept.branch, work.base) == ("pi/issue-7", "b" * 40)
+    assert record.jobId == kept.id

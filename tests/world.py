@@ -12,9 +12,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 import pidispatch
 import pidispatch_demo as demo
@@ -84,7 +86,7 @@ class World:
         path.write_text(json.dumps({"triggers": entries}))
 
     def change(self, **settings: Any) -> None:
-        self.settings = replace(self.settings, **settings)
+        self.settings = msgspec.structs.replace(self.settings, **settings)
 
     def start(self) -> pidispatch.Service:
         engine = None if self.docker else demo.ProcessEngine(self.root / "boxes")

@@ -3840,15 +3840,20 @@ class Outside(Reader):
         self.clock = clock
 
     def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        import sqlite3
+
         self.integrity()  # refuses a file that is absent or not ours
-        connection = _connect(self.path)
         try:
-            connection.execute("PRAGMA wal_autocheckpoint = 0")
-            connection.execute("BEGIN IMMEDIATE")
-            answer = do(connection)
-            connection.execute("COMMIT")
-        finally:
-            connection.close()
+            with contextlib.closing(_connect(self.path)) as connection:
+                connection.execute("PRAGMA wal_autocheckpoint = 0")
+                connection.execute("BEGIN IMMEDIATE")
+                answer = do(connection)
+                connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise InfraError(
+                f"the database {self.path} could not be written: {error}",
+                "see `pidispatch doctor`",
+            ) from error
         return answer
 
     def pause(self) -> None:
@@ -3864,7 +3869,8 @@ class Outside(Reader):
         """
         run, _, _ = self.run(job)
         if run.state not in ("queued", "claimed", "starting", "running"):
-            raise ConfigError(f"{job} has already ended: {run.state}")
+            why = f"{job} has already ended: {run.state}"
+            raise ConfigError(why, f"see `pidispatch show {job}`")
         sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
         self._write(lambda db: db.execute(sql, (job,)))
         return run.state
@@ -5916,7 +5922,8 @@ def publish_to(
 ) -> str | None:
     """Push a kept result to a new branch the operator names; returns its commit."""
     if mirrors.git.call("check-ref-format", f"refs/heads/{branch}").code:
-        raise ConfigError(f"{json.dumps(branch)} is no branch name")
+        why = f"{json.dumps(branch)} is no branch name"
+        raise ConfigError(why, "name a new branch, such as rescue/one")
     if work.bundle is None:
         return None
     remote = Remote.of(forge, job.repo)
@@ -8138,7 +8145,7 @@ class TrialTarget(msgspec.Struct, frozen=True):
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """What a delivery would do and why; absent things are null."""
 
-    event: str | None
+    event: str
     delivery: str
     repo: str | None
     target: TrialTarget | None
@@ -8187,7 +8194,7 @@ def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
     jobs = fan_out(found, event) if isinstance(found, Match) and not reason else ()
     target = event.target
     return Trial(
-        event=event.name,
+        event=_event_and_action(event),
         delivery=event.delivery,
         repo=event.repo,
         target=TrialTarget(target.type, target.number) if target else None,
@@ -8197,6 +8204,12 @@ def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
         reason=reason,
         jobs=tuple(_trial_job(job) for job in jobs),
     )
+
+
+def _event_and_action(event: Event) -> str:
+    """`issues.labeled`; the rules' word for a review repeats its event's name."""
+    action = (event.action or "").removeprefix("review_")
+    return f"{event.name}.{action}".rstrip(".")
 
 
 def _trial_job(job: Job) -> TrialJob:
@@ -8214,7 +8227,7 @@ def _trial_job(job: Job) -> TrialJob:
 def trial_text(trial: Trial) -> str:
     target = trial.target
     what = f"{target.type} {target.number}" if target else "no target"
-    lines = [f"{trial.event or 'unknown event'} on {trial.repo or '-'}, {what}"]
+    lines = [f"{trial.event} on {trial.repo or '-'}, {what}"]
     if trial.reason:
         lines.append(f"starts nothing: {trial.reason}")
     else:
@@ -8612,7 +8625,7 @@ def build_image(
 # =============================================================================
 # cli
 #
-# click commands: parsing and calling. A user's mistake is one line and a fix,
+# Commands of click: parsing and calling. A user's mistake is one line and a fix,
 # never a traceback.
 # =============================================================================
 
@@ -8875,17 +8888,20 @@ def show(job: str, db: Path | None, as_json: bool) -> None:
 @db_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 def logs(job: str, db: Path | None, follow: bool) -> None:
-    """What a job's box says while it runs."""
+    """What a job's box says, or the log that was kept of it."""
     settings = settings_of(db)
     reader = Reader(settings.db)
     run, _, _ = reader.run(job)
-    if run.state not in ("starting", "running"):
-        raise ConfigError(
-            f"{job} is not running, and logs are not kept in this version",
-            f"see `pidispatch show {job}`",
-        )
-    engine = DockerEngine(settings, reader.flag("instance") or "")
-    for line in engine.log_lines(container_name(job), follow=follow):
+    kept = settings.state_dir / "logs" / f"{container_name(job)}.log"
+    if run.state in ("starting", "running"):
+        engine = DockerEngine(settings, reader.flag("instance") or "")
+        lines = engine.log_lines(container_name(job), follow=follow)
+    elif kept.is_file():
+        lines = iter(kept.read_text("utf-8", "replace").rstrip("\n").split("\n"))
+    else:
+        fix = "set PI_CAPTURE_JOB_LOGS=1 for later jobs"
+        raise ConfigError(f"no log of {job} is kept", fix)
+    for line in lines:
         click.echo(plain_text(line))
 
 
@@ -8902,7 +8918,7 @@ def status(db: Path | None, as_json: bool) -> None:
 @main.command()
 @db_option
 def pause(db: Path | None) -> None:
-    """Start no more jobs until `resume`; running ones go on. Survives restarts."""
+    """Start no more jobs until `resume`. Running ones go on; a restart keeps it."""
     Outside(settings_of(db).db).pause()
     click.echo("paused: deliveries are still taken, no job starts")
 

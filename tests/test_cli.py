@@ -161,6 +161,11 @@ MISTAKES: list[tuple[str, dict[str, str], int, str]] = [
     ("show gh-x --db missing.db", {}, 2, "cannot be read"),
     ("logs gh-x", {}, 2, "cannot be read"),
     ("status --db garbage", {}, 2, "not a database"),
+    ("pause --db missing.db", {}, 2, "cannot be read"),
+    ("resume --db dir", {}, 2, "cannot be read"),
+    ("cancel gh-x --db garbage", {}, 2, "not a database"),
+    ("publish gh-x", {}, 2, "cannot be read"),
+    ("publish", {}, 2, "Missing argument"),
     # settings
     ("status", {"PI_CONCURRENCY": "x", "PI_PORT": "65536"}, 2, 'PI_PORT="65536"'),
     ("runs", {"PI_NETWORK_POOL": "10.0.0.0/30"}, 2, "at least one /28"),
@@ -412,7 +417,7 @@ def test_triggers_try_tells_the_whole_set_with_every_name(folder: Path) -> None:
     trial = printed("triggers try", "github", path, "--header", "X-GitHub-Delivery: g")
     jobs = trial.pop("jobs")
     assert trial == {
-        "event": "issues",
+        "event": "issues.labeled",
         "delivery": "g",
         "repo": "octo/spoon",
         "target": {"type": "issue", "number": 7},
@@ -504,6 +509,8 @@ def test_try_agrees_with_what_real_payloads_should_be_seen_as(
     expect = row["expect"]
     number = expect.get("number")
     kind = "pull_request" if expect.get("is_pr") else "issue"
+    words = (row["event"], expect.get("action"))
+    assert trial["event"] == ".".join(word for word in words if word)
     assert trial["repo"] == expect.get("repo")
     assert trial["actor"] == str(expect["actor_id"])
     assert trial["target"] == (number and {"type": kind, "number": number})
@@ -560,14 +567,86 @@ def test_status_counts_what_is_open_and_what_was_spent(queue: str) -> None:
     assert "jobs: 2 done, 1 queued, 1 running" in cli("status", "--db", queue).output
 
 
-def test_logs_of_a_job_that_does_not_run_points_to_show(queue: str) -> None:
+def test_logs_of_an_ended_job_are_shown_when_they_were_kept(
+    queue: str, folder: Path
+) -> None:
     for job in ("gh-set-r1", "gh-later"):
         result = cli("logs", job, "--db", queue)
         assert result.exit_code == 2
-        assert f"see `pidispatch show {job}`" in result.output
+        assert f"no log of {job} is kept" in result.output
+        assert "PI_CAPTURE_JOB_LOGS=1" in result.output
+    kept = folder / "state/logs/pi-job-gh-set-r1.log"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b'{"event":"turn_start"}\n\x1b]0;evil\x07\xff\n')
+    result = cli("logs", "gh-set-r1", "--db", queue, PI_STATE_DIR="state")
+    assert result.output == '{"event":"turn_start"}\n␛]0;evil␇�\n'
+
+
+def test_logs_of_a_running_job_need_the_engine(queue: str) -> None:
     result = cli("logs", "gh-set-r2", "--db", queue)
     assert result.exit_code == 1
     assert "no Docker Engine answers" in result.output
+
+
+# -- pause, resume, cancel, publish -------------------------------------------
+
+
+def test_pause_holds_the_queue_until_resume(
+    queue: str, store: pidispatch.Store
+) -> None:
+    assert cli("pause", "--db", queue).exit_code == 0
+    assert cli("pause", "--db", queue).exit_code == 0, "twice is once"
+    assert store.claim() is None
+    assert "PAUSED" in cli("status", "--db", queue).output
+    assert cli("resume", "--db", queue).exit_code == 0
+    assert store.claim() is not None
+
+
+def test_cancel_says_truthfully_what_had_happened(
+    queue: str, store: pidispatch.Store
+) -> None:
+    for job, words in (
+        ("gh-later", "it had not started and will not"),
+        ("gh-set-r2", "its container is being stopped; what it used is paid for"),
+    ):
+        result = cli("cancel", job, "--db", queue)
+        assert (result.exit_code, result.output) == (0, f"{job}: {words}\n")
+        assert store.cancelled(job)
+    assert not store.cancelled("gh-set-r1"), "its sibling goes on"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("cancel gh-set-r1", "gh-set-r1 has already ended: completed"),
+        ("cancel gh-none", "no job gh-none is known"),
+        ("publish gh-none", "no job gh-none is known"),
+        ("publish gh-later", "gh-later has nothing to publish"),
+        ("publish gh-no --to x", "gh-no has nothing to publish"),
+    ],
+)
+def test_what_cannot_be_cancelled_or_published_is_said(
+    line: str, words: str, queue: str
+) -> None:
+    result = cli(*line.split(), "--db", queue)
+    assert result.exit_code == 2
+    assert f"pidispatch: {words}" in result.output
+    assert "  fix: " in result.output
+
+
+def test_a_write_that_the_file_does_not_take_is_an_error_of_the_machine(
+    queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sqlite3
+
+    def refuse(db: sqlite3.Connection, *_: Any) -> None:
+        db.execute("PRAGMA query_only = ON")
+        db.execute("DELETE FROM flags")
+
+    monkeypatch.setattr(pidispatch, "_set_flag", refuse)
+    result = cli("pause", "--db", queue)
+    assert result.exit_code == 1
+    assert "could not be written: attempt to write a readonly database" in result.output
 
 
 # -- an engine of paper, and a doctor who looks at it --------------------------
@@ -752,18 +831,6 @@ def test_doctor_names_a_single_fault_and_its_fix(
 
 
 # -- demo and the image -------------------------------------------------------
-
-
-def test_demo_shows_two_replicas_and_two_different_requests() -> None:
-    report = printed("demo")
-    assert report["box"] == "process"
-    assert [job["replica"] for job in report["jobs"]] == [1, 2]
-    assert {job["outcome"] for job in report["jobs"]} == {"completed"}
-    branches = [job["branch"] for job in report["jobs"]]
-    assert branches == ["pi/issue-7-r1", "pi/issue-7-r2"]
-    titles = [job["request"]["title"] for job in report["jobs"]]
-    assert [title[:7] for title in titles] == ["[r1/2] ", "[r2/2] "]
-    assert report["seconds"] < 60
 
 
 def test_demo_fails_as_a_program_when_a_replica_fails(

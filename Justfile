@@ -1,0 +1,38 @@
+# What there is to run. `just` alone lists it.
+
+default:
+    @just --list
+
+# Everything; engine tests are skipped, visibly, without an engine and the image.
+test *arguments:
+    pytest {{ arguments }}
+
+# Style, and nothing but style.
+lint:
+    ruff check .
+    ruff format --check .
+
+# The types of the module, the demo, the checks and what runs in the box.
+types:
+    mypy
+
+# Build the job image and check it against its labels.
+image *arguments:
+    pidispatch build-image {{ arguments }}
+    pidispatch verify-image pi-job:latest
+
+# One delivery, two replicas, two diffs; no credentials.
+demo:
+    pidispatch demo
+
+# Measurements; they take the machine for themselves.
+bench pairs="20":
+    pytest tests/bench -m bench --bench-pairs={{ pairs }}
+
+# Write anew what the documents take from the code, and the golden prompts.
+docs:
+    UPDATE_GOLDEN=1 pytest -q tests/test_docs.py tests/test_prompts.py
+
+# What CI runs, on a Debian machine, as root.
+ci:
+    .ci/run

@@ -238,7 +238,7 @@ def docker_setup() -> str:
     block = random.Random(os.getpid()).randrange(4096)
     subnet = f"10.231.{block // 16}.{block % 16 * 16}/28"
     os.environ["PIDISPATCH_TEST_SUBNET"] = subnet
-    return "up -d --wait"
+    return "up -d"
 
 
 @pytest.fixture(scope="session")

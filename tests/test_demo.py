@@ -1104,8 +1104,24 @@ def test_each_fake_runs_alone_with_its_secret_on_stdin(command: str) -> None:
 
 @pytest.fixture
 def service(docker_services: Any) -> Callable[[str, int], str]:
-    """The address of a compose service."""
-    return lambda name, port: f"http://127.0.0.1:{docker_services.port_for(name, port)}"
+    """The address of a compose service, once it answers.
+
+    No health check of the engine's: it would start a Python each second, for ever.
+    """
+
+    def address(name: str, port: int) -> str:
+        url = f"http://127.0.0.1:{docker_services.port_for(name, port)}"
+        docker_services.wait_until_responsive(lambda: answers(url), 30, 0.1)
+        return url
+
+    return address
+
+
+def answers(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/healthz", timeout=5).ok
+    except requests.ConnectionError:
+        return False
 
 
 @pytest.mark.docker

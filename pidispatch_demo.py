@@ -2898,16 +2898,23 @@ def _pi_message(choice: Json, usage: Json) -> Json:
     }
 
 
+_TERM = (signal.SIGTERM,)
+
+
 def _bash(args: Json) -> tuple[str, bool]:
     """Run a command line that one of our scripts gave: its output, and if it failed."""
+    # held back until we know the child: a TERM in between would leave it behind
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
     process = subprocess.Popen(
         ["bash", "-c", args["command"]],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERM),
     )
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERM)
         output, _ = process.communicate(timeout=args.get("timeout", _BASH_TIMEOUT))
         return output.decode(errors="replace") or "(no output)", process.returncode != 0
     except subprocess.TimeoutExpired:

@@ -4716,6 +4716,7 @@ class DockerEngine:
                     continue
                 raise
             if "inhibit_ipv4" in str(made.get("Warning") or ""):
+                self.api.remove_network(made["Id"])
                 raise Refused(
                     "engine-not-isolating",
                     "this engine ignores inhibit_ipv4: jobs could reach the host",
@@ -4766,16 +4767,28 @@ class DockerBox:
     @classmethod
     def opened(cls, engine: DockerEngine, spec: BoxSpec) -> DockerBox:
         """Create the network, and the gate in a thread beside what comes next."""
+        import docker
+
         box = cls(engine, spec.job, spec.attempt)
         box.spec = spec
-        if spec.attempt > 1:
-            engine.remove_job(spec.job)  # what the earlier attempt left
-        box.outer = engine.outer_network()
-        labels = engine.labels(spec.job, spec.attempt, "network")
-        box.subnet = engine.create_job_network(network_name(spec.job), labels)
+        with engine_answers():
+            if spec.attempt > 1:
+                engine.remove_job(spec.job)  # what the earlier attempt left
+            try:
+                box._open_network()
+            except docker.errors.APIError as error:
+                if error.status_code != 409:
+                    raise
+                engine.remove_job(spec.job)  # ours, if it is ours; never another's
+                box._open_network()
         box._gate_thread = threading.Thread(target=box._open_gate, daemon=True)
         box._gate_thread.start()
         return box
+
+    def _open_network(self) -> None:
+        self.outer = self.engine.outer_network()
+        labels = self.engine.labels(self.job, self.attempt, "network")
+        self.subnet = self.engine.create_job_network(network_name(self.job), labels)
 
     subnet: IPv4Network
     outer: str

@@ -204,6 +204,37 @@ def check_gate(probe: Probe) -> str:
     return "answers, and refuses a stranger"
 
 
+#: Runs the image's pi with the extension against a provider of a few lines on
+#: loopback, and prints the names of the tools that pi declared to it.
+_FORK_JOIN_PROBE = """
+import http.server, json, os, subprocess, threading
+asked = []
+class Provider(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self.send_response(400)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+    def log_message(self, *args):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Provider)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+agent = os.path.expanduser("~/.pi/probe")
+os.makedirs(agent, exist_ok=True)
+row = {"baseUrl": f"http://127.0.0.1:{server.server_port}/v1", "apiKey": "x",
+    "api": "openai-completions", "models": [{"id": "m"}]}
+with open(agent + "/models.json", "w") as file:
+    json.dump({"providers": {"probe": row}}, file)
+command = ["pi", "-p", "--mode", "json", "--no-session", "--no-approve",
+    "--no-extensions", "-e", "/opt/pi-dispatch/fork-join/src/index.ts"]
+subprocess.run([*command, "--model", "probe/m"], input=b"hi", timeout=60,
+    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    env={**os.environ, "PI_CODING_AGENT_DIR": agent})
+print(*(tool["function"]["name"] for tool in asked[0]["tools"]) if asked else [])
+"""
+
+
 def check_fork_join(probe: Probe) -> str:
     claimed(probe, "forkJoin")
     probe.must(
@@ -212,7 +243,10 @@ def check_fork_join(probe: Probe) -> str:
         "/opt/pi-dispatch/fork-join/src/index.ts",
         why="forkJoin is claimed, but the extension is missing",
     )
-    return "the extension is there"
+    tools = probe.must("python3", "-c", _FORK_JOIN_PROBE, why="pi does not run")
+    if "fork_join" not in tools.split():
+        raise Lie("forkJoin is claimed, but pi does not register fork_join from it")
+    return "pi loads the extension and registers fork_join"
 
 
 def check_exclude_tools(probe: Probe) -> str:
@@ -250,7 +284,7 @@ CHECKS: tuple[tuple[str, str, Callable[[Probe], str]], ...] = (
     ("capabilities", "only known capabilities are claimed", check_known),
     ("replicas", "the rules leave the branch to the prompt", check_replicas),
     ("gate", "the gate answers and refuses", check_gate),
-    ("forkJoin", "the extension is in the image", check_fork_join),
+    ("forkJoin", "pi registers fork_join from the extension", check_fork_join),
     ("excludeTools", "pi can exclude tools", check_exclude_tools),
     ("forges", "the CLI of each named forge is there", check_forges),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def test_one_real_delivery_makes_two_boxes_two_branches_and_two_requests(
     boxed.rules({"replicas": 2})
     boxed.model.set_scripts(solve(bash("sleep 2"), bash(COMMIT), say()))
     boxed.start()
-    guid = "72d3162e-cc78-11e3-81ab-4c9367dc0958"
+    guid = str(uuid.uuid4())
     since = time.time()
     status, answer = boxed.post("issues", payload, guid)
     jobs = [f"gh-{guid}-r1", f"gh-{guid}-r2"]
@@ -161,12 +162,12 @@ def labelled_at(world: World, clock: FakeClock) -> dict[str, Any]:
 @pytest.mark.docker
 def test_a_plain_rule_makes_one_plain_job(boxed: World) -> None:
     boxed.start()
-    jobs = boxed.label(guid="plain")
-    assert jobs == ["gh-plain"]
+    jobs = boxed.label(guid=boxed.name)
+    assert jobs == [f"gh-{boxed.name}"]
     boxed.wait(jobs)
     [pull] = boxed.repo.pulls.values()
     assert (pull.head, pull.title) == ("pi/issue-7", "Bend the spoon")
-    record = boxed.record("gh-plain")
+    record = boxed.record(jobs[0])
     assert (record.replica, record.replicas) == (None, None)
     assert record.outcome == "completed"
     assert boxed.nothing_left()
@@ -610,3 +611,44 @@ def test_a_branch_that_someone_moved_is_left_alone_and_published_by_hand_later(
     assert world.store.run(jobs[0])[0].request.url == url  # type: ignore[union-attr]
     assert list(world.pulls()) == ["pi/issue-7"]
     assert len(world.model.log) == calls, "the agent did not run again"
+
+
+# -- forks inside a run --------------------------------------------------------------
+
+
+@pytest.mark.docker
+def test_an_agent_forks_three_ways_and_the_record_equals_the_gates_count(
+    boxed: World,
+) -> None:
+    """fork_join in a dispatched job: metered by the gate, bound by HARD_RULES."""
+    report = '@@[{"text": "Result: looked."}]'
+    tasks = [{"id": name, "task": f"Look at {name}. {report}"} for name in "abc"]
+    fork = {"tools": [{"name": "fork_join", "args": {"tasks": tasks}}]}
+    boxed.model.set_scripts(solve(fork, bash(COMMIT), say()))
+    boxed.start()
+    jobs = boxed.label()
+    boxed.wait_for(lambda: boxed.containers("gate"))
+    [run] = boxed.wait(jobs)
+    assert run.state == "completed"
+    record = boxed.record(run.id)
+    calls = boxed.model.log
+    forked = [
+        call for call in calls if "Look at" in json.dumps(call.body["messages"][-1])
+    ]
+    assert len(forked) == 3
+    assert len(calls) == 6
+    assert record.tokens
+    assert record.tokens.total == sum(total(call) for call in calls)
+    assert record.forks
+    assert (record.forks.count, record.forks.tokens) == (3, sum(map(total, forked)))
+    assert record.forks.cost
+    for call in forked:
+        text = json.dumps(call.body["messages"])
+        assert pidispatch.HARD_RULES_SENTINEL in text, "the rules bind every fork"
+        assert text.count("Look at") == 1, "no fork sees a sibling's task"
+
+
+def total(call: demo.ModelCall) -> int:
+    """The tokens of one call by the model's own log."""
+    usage = call.usage
+    return usage.input + usage.output + usage.cacheRead + usage.cacheWrite

@@ -19,6 +19,7 @@ HONEST: dict[str, str] = {
     "cat /proc/self/status": "Name:\tcat\nCapEff:\t0000000000000000\n",
     "find /opt/pi-dispatch": "",
     "for f in": "",
+    "python3 -c \nimport http.server": "read bash fork_join",
     "python3 -c": "200\n401",
     "touch": "!denied",
 }
@@ -89,6 +90,7 @@ LIES: list[tuple[str, PaperProbe]] = [
     ("gate", probe({"python3 -c": "200\nopen"})),
     ("gate", probe({"python3 -c": "!no gate"})),
     ("forkJoin", probe({"test -f": "!"}, ALL)),
+    ("forkJoin", probe({"python3 -c \nimport http.server": "read bash"}, ALL)),
     ("excludeTools", probe({"pi --help": "usage"}, ALL)),
     ("forges", probe({"gh": "!not found"}, {"forges": "github"})),
     ("forges", probe(labels={"forges": "sourceforge"})),

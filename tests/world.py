@@ -69,6 +69,7 @@ class World:
     clock: Any = time.time
     service: pidispatch.Service | None = None
     sent: int = field(default=0)
+    name: str = field(default_factory=lambda: pidispatch.random_hex(4))
     starts: dict[str, float] = field(default_factory=dict)
 
     def rules(self, *rules: dict[str, Any]) -> None:
@@ -121,7 +122,7 @@ class World:
     ) -> tuple[int, dict[str, Any]]:
         """Send one signed delivery; status and answer."""
         self.sent += 1
-        guid = guid or f"guid-{self.sent}"
+        guid = guid or f"{self.name}-{self.sent}"
         headers, body = demo.signed_delivery(event, payload, SECRET, guid)
         return self.send(headers, body)
 

@@ -173,6 +173,16 @@ test("results come in input order whatever order the items end in", async () => 
   assert.deepEqual(await runPool([1, 2, 3], options, run, () => -1), [10, 20, 30]);
 });
 
+test("staggered items start at least so far apart, the first one at once", async () => {
+  const signal = new AbortController().signal;
+  const options = { concurrency: 3, slots: new Slots(8), staggerMs: 20, signal };
+  const started = performance.now();
+  const at = async () => performance.now() - started;
+  const starts = await runPool([1, 2, 3], options, at, () => -1);
+  for (const n of [1, 2]) assert.ok(starts[n]! >= 20 * n - 1, `${starts}`);
+  assert.ok(starts[0]! < starts[1]!);
+});
+
 test("an abort skips what waits, also for a slot another call holds", async () => {
   const control = new AbortController();
   const slots = new Slots(1);

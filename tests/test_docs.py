@@ -320,14 +320,13 @@ def test_the_exit_codes_of_the_readme_are_those_of_the_errors() -> None:
     assert pidispatch.ConfigError.exit_code == 2
 
 
-def test_the_readme_says_whether_jobs_can_fork() -> None:
+def test_the_readme_says_that_jobs_can_fork_since_the_image_declares_it() -> None:
     label = re.search(
         r"^ARG CAPABILITIES=(.*)$", (ROOT / "image/Dockerfile").read_text(), re.M
     )
     assert label
-    text = " ".join(README.read_text("utf-8").split())
-    undeclared = "the image does not declare it yet" in text
-    assert undeclared == ("forkJoin" not in label[1])
+    assert "forkJoin" in label[1]
+    assert "The job image brings `fork_join`" in README.read_text("utf-8")
 
 
 def test_the_changelog_has_this_version() -> None:

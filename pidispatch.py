@@ -4678,6 +4678,8 @@ class DockerEngine:
         for chunk in stream:  # chunks are not lines
             *lines, rest = (rest + chunk).split(b"\n")
             yield from (line.decode("utf-8", "replace") for line in lines)
+        if rest:
+            yield rest.decode("utf-8", "replace")
 
     def _subnet(self) -> IPv4Network:
         """The next /28 of PI_NETWORK_POOL; the engine says whether it is free."""

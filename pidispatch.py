@@ -6049,6 +6049,9 @@ MAX_ATTEMPTS = 2
 DEFER_SECONDS = 60
 DEFER_MAX_SECONDS = 600
 DEFER_GIVE_UP_SECONDS = DAY
+#: Each beat is a durable write, so it is rare.
+HEARTBEAT_SECONDS = 15.0
+SWEEP_SECONDS = 3_600.0
 AGENT_DIR = "/home/pi/.pi/agent"
 JOB_FILE_VERSION = 1
 
@@ -6967,13 +6970,17 @@ class Workers:
         return True
 
     def _tidy(self) -> None:
-        swept = 0.0
+        """Publish what is due, show that we live, and sweep hourly."""
+        beaten = swept = -SWEEP_SECONDS
         while not self._stopping.wait(1.0):
+            now = time.monotonic()
             try:
                 self.dispatcher.publish_due()
-                self.store.beat()
-                if self.dispatcher.clock() - swept > 3600:
-                    swept = self.dispatcher.clock()
+                if now - beaten > HEARTBEAT_SECONDS:
+                    beaten = now
+                    self.store.beat()
+                if now - swept > SWEEP_SECONDS:
+                    swept = now
                     self.store.sweep()
                     sweep_files(self.dispatcher.settings, time.time())
             except Exception:

@@ -7855,7 +7855,7 @@ class Service:
             clock=clock,
         )
         self.inbox = Inbox(self.intake)
-        self.edge = _listen(self.intake, settings)
+        self.edge = _receiver(self.intake, settings)
         self._works = False
 
     def start(self, *, worker: bool = True) -> None:
@@ -7878,7 +7878,7 @@ class Service:
         self.store.close()
 
 
-def _listen(intake: Intake, settings: Settings) -> Edge:
+def _receiver(intake: Intake, settings: Settings) -> Edge:
     """The receiver. Raises `ConfigError` when its address cannot be had."""
     try:
         return Edge(intake, settings.bind, settings.port)

@@ -4126,8 +4126,9 @@ def _finish(
     state = "publishing" if notice else "done"
     text = msgspec.json.encode(notice).decode() if notice else None
     payload = msgspec.json.encode(claimed.job.without_text()).decode()
+    # the claim ends here: no later write of this attempt can queue the job again
     sql = """UPDATE jobs SET state = ?, notice = ?, ended_at = ?, not_before = 0,
-             payload = ? WHERE id = ? AND claim = ?"""
+             payload = ?, claim = NULL WHERE id = ? AND claim = ?"""
     values = (state, text, now, payload, claimed.job.id, claimed.claim)
     _one(db, sql, values)
     db.execute(
@@ -6049,6 +6050,7 @@ MAX_ATTEMPTS = 2
 DEFER_SECONDS = 60
 DEFER_MAX_SECONDS = 600
 DEFER_GIVE_UP_SECONDS = DAY
+PUBLISH_WAIT_MAX = 900
 AGENT_DIR = "/home/pi/.pi/agent"
 JOB_FILE_VERSION = 1
 
@@ -6710,6 +6712,10 @@ class Dispatcher:
             self._told.add(job_id)
         try:
             self._publish(job_id)
+        except Exception:  # one telling's edge: the record stands, others go on
+            log.exception("publish-trouble %s", job_id)
+            with contextlib.suppress(PidispatchError):
+                self.store.postpone_notice(job_id, self.clock() + PUBLISH_WAIT_MAX)
         finally:
             self._told.discard(job_id)
 
@@ -6720,8 +6726,8 @@ class Dispatcher:
         job, workspace, notice, tries = found
         try:
             request, reason = self._tell(job, workspace, notice)
-        except InfraError as error:
-            wait = min(5 * 2**tries, 900)
+        except (InfraError, OSError) as error:
+            wait = min(5 * 2 ** min(tries, 16), PUBLISH_WAIT_MAX)
             log.warning("publish-retry %s in %s s: %s", job.id, wait, error)
             self.store.postpone_notice(job.id, self.clock() + wait)
             return

@@ -712,3 +712,93 @@ def test_a_queued_job_that_was_cancelled_starts_nothing(bench: Bench) -> None:
     assert (run.state, run.reason) == ("policy", "operator-cancel")
     assert bench.engine.log == []
     assert bench.used() == 0
+
+
+# -- trouble that must not be paid for twice ------------------------------------------
+
+
+class Trouble:
+    """Raises once (or `times`) when called, then is what it stands before."""
+
+    def __init__(self, real: Callable[..., Any], error: Exception, times: int) -> None:
+        self.real, self.error, self.times = real, error, times
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.times:
+            self.times -= 1
+            raise self.error
+        return self.real(*args, **named)
+
+
+def trouble(
+    patch: pytest.MonkeyPatch, of: object, name: str, error: Exception, times: int = 1
+) -> None:
+    patch.setattr(of, name, Trouble(getattr(of, name), error, times))
+
+
+DISK_FULL = pidispatch.InfraError("database or disk is full")
+
+
+@pytest.mark.parametrize("step", ["notice", "published"])
+def test_a_database_that_fails_after_the_record_never_runs_the_job_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """T01: the record is committed, so what follows may only publish."""
+    trouble(monkeypatch, bench.store, step, DISK_FULL)
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    assert run.state == "publishing"
+    bench.clock.pass_(1_000)
+    bench.dispatcher.publish_due()
+    [run] = bench.work()
+    assert run.state == "completed"
+    assert bench.engine.log.count("start") == 1
+
+
+def test_no_write_under_a_claim_counts_once_its_record_is_committed(
+    bench: Bench,
+) -> None:
+    bench.engine.exits.append(OK)
+    delivery = bench.maker.delivery()
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event))
+    claimed = bench.store.claim()
+    assert claimed
+    bench.dispatcher.run(claimed)
+    with pytest.raises(pidispatch.Fenced):
+        bench.store.defer(claimed, 0)
+
+
+def test_a_result_that_trips_publishing_stays_completed_and_blocks_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def publish(*args: Any) -> pidispatch.Published:
+        if not told:
+            told.append("tripped")
+            raise ZeroDivisionError
+        told.append(args[2].id)
+        return pidispatch.Published(None, None)
+
+    monkeypatch.setattr(pidispatch, "publish_job", publish)
+    bench.engine.exits += [OK, OK]
+    bench.run(2)
+    states = [run.state for run in bench.store.runs(9)]
+    assert sorted(states) == ["completed", "publishing"]
+    bench.clock.pass_(1_000)
+    bench.dispatcher.publish_due()
+    assert [run.state for run in bench.store.runs(9)] == ["completed"] * 2
+    assert len(told) == 3
+
+
+def test_a_full_disk_while_publishing_is_tried_again_like_any_trouble(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(28, "No space left on device")
+    trouble(monkeypatch, pidispatch, "publish_job", error)
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    assert run.state == "publishing"
+    bench.clock.pass_(5)
+    bench.dispatcher.publish_due()
+    assert bench.store.runs(9)[0].state == "completed"

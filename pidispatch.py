@@ -6499,15 +6499,7 @@ class Dispatcher:
         attempt = Attempt(claimed, self.settings, self.new_token())
         _event("job-claimed", claimed.job)
         try:
-            if self.store.cancelled(claimed.job.id):
-                raise Refused("operator-cancel", "an operator cancelled it")
-            self.climb(attempt)
-            self._start(attempt)
-            self._settle(attempt, self._attend(attempt))
-        except Refused as refusal:
-            self._refuse(attempt, refusal)
-        except InfraError as error:
-            self._again(attempt, error)
+            self._attempt(attempt)
         except Leaving:
             _event("job-left-running", claimed.job)
         except Fenced:
@@ -6518,6 +6510,19 @@ class Dispatcher:
         finally:
             if attempt.prepared:  # the box has its copy
                 attempt.prepared.pack.unlink(missing_ok=True)
+
+    def _attempt(self, attempt: Attempt) -> None:
+        try:
+            if self.store.cancelled(attempt.job.id):
+                raise Refused("operator-cancel", "an operator cancelled it")
+            self.climb(attempt)
+            self._start(attempt)
+        except Refused as refusal:
+            self._refuse(attempt, refusal)
+        except (InfraError, OSError) as error:
+            self._again(attempt, error)
+        else:
+            self._settle(attempt, self._attend(attempt))
 
     def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
         """Take over a container that an earlier process started."""
@@ -6540,10 +6545,10 @@ class Dispatcher:
             raise
         except Exception as error:
             # create or start failed: nothing ran, so the slot goes back
-            self.store.release(attempt.claimed)
+            self._patiently(lambda: self.store.release(attempt.claimed))
             attempt.started_at = None
             raise InfraError(f"the container did not start: {error}") from error
-        self.store.running(attempt.claimed)
+        self._patiently(lambda: self.store.running(attempt.claimed))
         _event("job-started", attempt.job)
 
     def _attend(self, attempt: Attempt) -> str | None:
@@ -6551,22 +6556,22 @@ class Dispatcher:
         box = attempt.box
         assert box and attempt.started_at is not None
         while not self._patiently(lambda: box.wait(1)):
-            reason = self._stop_reason(attempt)
+            reason = self._patiently(lambda: self._stop_reason(attempt))
             if reason:
                 self._patiently(box.stop)
                 return reason
         return None
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """Ask an engine that may be away; what it runs for us is paid for.
+        """Ask an engine, a database or a disk that may be away; the run is paid for.
 
         Raises `Leaving` when we stop before it answers: the next start asks.
         """
         while True:
             try:
                 return ask()
-            except InfraError as error:
-                log.warning("engine-away: %s", error)
+            except (InfraError, OSError) as error:
+                log.warning("waiting-for-machine: %s", error)
                 if self.leaving.wait(1.0):
                     raise Leaving from error
 
@@ -6584,28 +6589,32 @@ class Dispatcher:
 
     def _settle(self, attempt: Attempt, stopped: str | None) -> None:
         """Collect what the box left, judge it, record it, then clean and publish."""
-        assert attempt.box
-        kept = self.kept_dir(attempt.job)
-        box = attempt.box
-        ended = self._patiently(lambda: box.collect(kept))
-        if attempt.settings.capture_logs:
-            self._keep_log(attempt.job, box)
-        keep_texts(kept, ended)
+        ended = self._patiently(lambda: self._collect(attempt))
         verdict = verdict_of(ended, stopped)
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
-            self.store.retry(attempt.claimed, self.clock() + RETRY_SECONDS)
+            until = self.clock() + RETRY_SECONDS
+            self._patiently(lambda: self.store.retry(attempt.claimed, until))
             _event("job-retry", attempt.job, verdict.reason)
-            attempt.box.remove()
+            self._remove(attempt)
             return
         if verdict.outcome == "retry":
             verdict = Verdict("failed", verdict.reason)
         self._finish(attempt, verdict, ended)
 
+    def _collect(self, attempt: Attempt) -> BoxExit:
+        assert attempt.box
+        kept = self.kept_dir(attempt.job)
+        ended = attempt.box.collect(kept)
+        if attempt.settings.capture_logs:
+            self._keep_log(attempt.job, attempt.box)
+        keep_texts(kept, ended)
+        return ended
+
     def _keep_log(self, job: Job, box: Box) -> None:
         """The box's own lines, its newest LOG_MAX_BYTES; cut where it says so (T45)."""
         folder = self.settings.state_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        text = self._patiently(box.log)
+        text = box.log()
         if len(text) > LOG_MAX_BYTES:
             text = b"[earlier lines were cut]\n" + text[-LOG_MAX_BYTES:]
         write_private(folder / f"{container_name(job.id)}.log", text)
@@ -6620,7 +6629,7 @@ class Dispatcher:
             notice = Notice("result", commits=commits)
         else:
             notice = _outcome_notice(attempt.job, record)
-        self.store.finish(attempt.claimed, record, notice)
+        self._patiently(lambda: self.store.finish(attempt.claimed, record, notice))
         _event("job-ended", attempt.job, verdict.reason or verdict.outcome)
         self._remove(attempt)
         self.publish(attempt.job.id)
@@ -6629,11 +6638,11 @@ class Dispatcher:
         self._remove(attempt)
         record = self.record(attempt, "policy", refusal.reason, None)
         notice = _refusal_notice(attempt.job, refusal)
-        self.store.refuse(attempt.claimed, record, notice)
+        self._patiently(lambda: self.store.refuse(attempt.claimed, record, notice))
         _event("job-refused", attempt.job, refusal.reason)
         self.publish(attempt.job.id)
 
-    def _again(self, attempt: Attempt, error: InfraError) -> None:
+    def _again(self, attempt: Attempt, error: Exception) -> None:
         """Trouble that may pass. Before the container it costs nothing."""
         log.warning("job-trouble %s: %s", attempt.job.id, error)
         now = self.clock()
@@ -6642,7 +6651,7 @@ class Dispatcher:
             self._give_up(attempt, "infra")
             return
         wait = min(DEFER_SECONDS * 2**attempt.claimed.deferrals, DEFER_MAX_SECONDS)
-        self.store.defer(attempt.claimed, now + wait)
+        self._patiently(lambda: self.store.defer(attempt.claimed, now + wait))
 
     def _give_up(self, attempt: Attempt, reason: str) -> None:
         try:
@@ -6830,12 +6839,13 @@ def _outcome_notice(job: Job, record: Record) -> Notice:
     return Notice("ended", text, marker)
 
 
+KEPT_FILES = ("branch.bundle", "review-request.md", "comment.md")
+
+
 def keep_texts(folder: Path, ended: BoxExit) -> None:
-    texts = (
-        ("review-request.md", ended.review_request),
-        ("comment.md", ended.comment),
-    )
-    for name, text in texts:
+    for name, text in zip(
+        KEPT_FILES[1:], (ended.review_request, ended.comment), strict=True
+    ):
         if text is not None:
             write_private(folder / name, text.encode())
 

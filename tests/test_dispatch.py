@@ -802,3 +802,77 @@ def test_a_full_disk_while_publishing_is_tried_again_like_any_trouble(
     bench.clock.pass_(5)
     bench.dispatcher.publish_due()
     assert bench.store.runs(9)[0].state == "completed"
+
+
+@pytest.mark.parametrize("step", ["running", "cancelled", "finish"])
+def test_a_database_that_is_away_while_a_box_runs_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A run that is under way is paid for: it is never dropped and started again."""
+    delivery = bench.maker.delivery()
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event))
+    claimed = bench.store.claim()
+    assert claimed
+    bench.engine.exits.append(OK)
+    if step == "cancelled":  # asked once before the ladder: fail the second time
+        bench.engine.ends.clear()
+        calls = itertools.count(1)
+        real = bench.store.cancelled
+
+        def cancelled(job: str) -> bool:
+            if next(calls) == 2:
+                bench.engine.ends.set()
+                raise DISK_FULL
+            return real(job)
+
+        monkeypatch.setattr(bench.store, "cancelled", cancelled)
+    else:
+        trouble(monkeypatch, bench.store, step, DISK_FULL, 2)
+    monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
+    bench.dispatcher.run(claimed)
+    [run] = bench.store.runs(9)
+    assert run.state == "completed"
+    assert bench.engine.log.count("start") == 1
+    assert bench.used() == 1
+
+
+@pytest.mark.parametrize(
+    "step", ["release", "refuse", "defer"], ids=lambda step: f"in {step}"
+)
+def test_a_job_is_not_left_claimed_by_a_database_that_was_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """T37: nothing looks at a claimed job again before the next start."""
+    if step == "refuse":
+        bench.engine.images.clear()
+    else:
+        bench.engine.start_error = OSError("no such runtime")
+    trouble(monkeypatch, bench.store, step, DISK_FULL)
+    monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
+    [run] = bench.run()
+    assert run.state == ("policy" if step == "refuse" else "queued")
+    assert bench.used() == 0
+
+
+def test_a_full_disk_before_the_container_is_deferred(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(28, "No space left on device")
+    trouble(monkeypatch, bench.dispatcher.mirrors, "prepare", error)
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    assert (run.state, bench.used()) == ("queued", 0)
+    bench.clock.pass_(61)
+    [run] = bench.work()
+    assert run.state == "completed"
+
+
+def test_a_full_disk_while_collecting_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(28, "No space left on device")
+    bench.engine.exits += [OK, OK]  # the outbox is simply read again
+    trouble(monkeypatch, pidispatch, "keep_texts", error)
+    monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
+    [run] = bench.run()
+    assert run.state == "completed"

@@ -6592,6 +6592,7 @@ class Dispatcher:
         ended = self._patiently(lambda: self._collect(attempt))
         verdict = verdict_of(ended, stopped)
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
+            forget_kept(self.kept_dir(attempt.job))  # the last attempt wins
             until = self.clock() + RETRY_SECONDS
             self._patiently(lambda: self.store.retry(attempt.claimed, until))
             _event("job-retry", attempt.job, verdict.reason)
@@ -6840,6 +6841,11 @@ def _outcome_notice(job: Job, record: Record) -> Notice:
 
 
 KEPT_FILES = ("branch.bundle", "review-request.md", "comment.md")
+
+
+def forget_kept(folder: Path) -> None:
+    for name in KEPT_FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 def keep_texts(folder: Path, ended: BoxExit) -> None:

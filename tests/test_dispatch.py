@@ -876,3 +876,31 @@ def test_a_full_disk_while_collecting_is_waited_for(
     monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
     [run] = bench.run()
     assert run.state == "completed"
+
+
+def test_a_retry_publishes_nothing_that_the_first_attempt_left(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last attempt wins, also when it changed nothing."""
+    work: list[pidispatch.Work] = []
+
+    def publish(*args: Any) -> pidispatch.Published:
+        work.append(args[3])
+        return pidispatch.Published(None, None)
+
+    monkeypatch.setattr(pidispatch, "publish_job", publish)
+    collect = FakeBox.collect
+
+    def left(self: FakeBox, into: Path) -> BoxExit:
+        ended = collect(self, into)
+        if ended.code == 1:
+            (into / "branch.bundle").write_bytes(b"half of it")
+        return ended
+
+    monkeypatch.setattr(FakeBox, "collect", left)
+    bench.engine.exits += [BoxExit(code=1, comment="half", review_request="half"), OK]
+    bench.run()
+    bench.clock.pass_(60)
+    bench.work()
+    [only] = work
+    assert (only.bundle, only.comment, only.review_request) == (None, None, None)

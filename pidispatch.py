@@ -4604,8 +4604,8 @@ class DockerEngine:
     def adopt(self, job: str) -> Box | None:
         """The box of a job that an earlier process started, if it still exists."""
         found = self._list({"job": job, "role": "job"})
-        if not found:
-            return None
+        if not found or found[0]["State"] == "created":
+            return None  # made and never started: nothing ran
         attempt = int(found[0]["Labels"].get(LABEL + "attempt", "1"))
         return DockerBox(self, job, attempt)
 

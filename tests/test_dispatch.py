@@ -904,3 +904,39 @@ def test_a_retry_publishes_nothing_that_the_first_attempt_left(
     bench.work()
     [only] = work
     assert (only.bundle, only.comment, only.review_request) == (None, None, None)
+
+
+class StubApi:
+    """As much of the engine's API as one test needs; notes what was asked."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*args: Any, **named: Any) -> Any:
+            self.asked.append((name, args, named))
+            answer = self.answers[name]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer(*args, **named) if callable(answer) else answer
+
+        return ask
+
+
+def engine_on(api: StubApi) -> pidispatch.DockerEngine:
+    engine = pidispatch.DockerEngine(pidispatch.Settings(), "test")
+    engine._local.api = api
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("state", "adopted"), [("created", False), ("running", True), ("exited", True)]
+)
+def test_a_container_that_was_made_but_never_started_is_not_adopted(
+    state: str, adopted: bool
+) -> None:
+    """T37: a crash between create and start loses no job and keeps no slot."""
+    row = {"State": state, "Labels": {pidispatch.LABEL + "attempt": "1"}}
+    engine = engine_on(StubApi(containers=[row]))
+    assert (engine.adopt("gh-a") is not None) == adopted

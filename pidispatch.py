@@ -4999,8 +4999,11 @@ class DockerBox:
 
     def log(self) -> bytes:
         """All that the job wrote to its stdout, as far as the engine kept it."""
-        with engine_answers():
-            text: bytes = self.engine.api.logs(self.name, stderr=False)
+        import docker
+
+        text = b""  # of a container that is gone
+        with engine_answers(), contextlib.suppress(docker.errors.NotFound):
+            text = self.engine.api.logs(self.name, stderr=False)
         return text
 
     def remove(self) -> None:

@@ -940,3 +940,10 @@ def test_a_container_that_was_made_but_never_started_is_not_adopted(
     row = {"State": state, "Labels": {pidispatch.LABEL + "attempt": "1"}}
     engine = engine_on(StubApi(containers=[row]))
     assert (engine.adopt("gh-a") is not None) == adopted
+
+
+def test_the_log_of_a_container_that_is_gone_is_empty_and_holds_up_no_worker() -> None:
+    import docker
+
+    engine = engine_on(StubApi(logs=docker.errors.NotFound("gone")))
+    assert pidispatch.DockerBox(engine, "gh-a", 1).log() == b""

@@ -4335,13 +4335,17 @@ class BoxSpec(msgspec.Struct, frozen=True, kw_only=True):
     loopback: bool = False
 
 
+#: A count that a box may state: SQLite and JSON readers can hold it.
+_BoxCount = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class Result(msgspec.Struct, frozen=True):
     """The runner's last line. Telemetry only; the exit code classifies."""
 
     code: int
     reason: str | None = None
-    turns: int | None = None
-    commits: int = 0
+    turns: _BoxCount | None = None
+    commits: _BoxCount = 0
 
 
 class BoxExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -4432,7 +4436,7 @@ def result_of(lines: Sequence[str]) -> Result | None:
 def _json_line(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -4749,12 +4753,15 @@ def _untar_one(stream: Iterable[bytes], limit: int) -> bytes | None:
         if spool.tell() > limit + 64 * 1024:
             return None
     spool.seek(0)
-    with tarfile.open(fileobj=spool) as tar:
-        entry = tar.next()
-        if entry is None or not entry.isreg() or entry.size > limit:
-            return None
-        source = tar.extractfile(entry)
-        return source.read() if source else None
+    try:
+        with tarfile.open(fileobj=spool) as tar:
+            entry = tar.next()
+            if entry is None or not entry.isreg() or entry.size > limit:
+                return None
+            source = tar.extractfile(entry)
+            return source.read() if source else None
+    except tarfile.TarError:
+        return None
 
 
 class DockerBox:

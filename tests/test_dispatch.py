@@ -947,3 +947,15 @@ def test_the_log_of_a_container_that_is_gone_is_empty_and_holds_up_no_worker() -
 
     engine = engine_on(StubApi(logs=docker.errors.NotFound("gone")))
     assert pidispatch.DockerBox(engine, "gh-a", 1).log() == b""
+
+
+def test_a_hostile_line_of_the_box_spoils_neither_meter_nor_record() -> None:
+    """Whatever it prints, the record and its figures are readable afterwards."""
+    deep = "[" * 100_000
+    assert pidispatch.result_of([deep]) is None
+    assert pidispatch.meter_of([call(1, 10), deep])[0] == pidispatch.Tokens(
+        10, 0, 0, 0, 10, 0.5
+    )
+    huge = '{"event":"exit","code":0,"turns":' + "9" * 4_000 + "}"
+    assert pidispatch.result_of([huge]) is None
+    assert pidispatch.result_of(['{"event":"exit","code":0,"commits":-1}']) is None

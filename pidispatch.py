@@ -4960,7 +4960,7 @@ class DockerBox:
         """
         with engine_answers():
             state = self._state()
-            tokens, forks, spent = meter_of(self._lines(self.gate))
+            tokens, forks, spent = meter_of(self._meter())
             ended = BoxExit(
                 code=state["ExitCode"] if state else None,
                 oom=bool(state and state.get("OOMKilled") and state["ExitCode"]),
@@ -4995,11 +4995,19 @@ class DockerBox:
     def _read(self, name: str, limit: int) -> bytes | None:
         return self.engine.read_file(self.name, f"/outbox/{name}", limit)
 
-    def _lines(self, container: str) -> list[str]:
+    def _meter(self) -> list[str]:
+        """All that the gate wrote; it books its calls in flight as it is stopped."""
+        import docker
+
+        with contextlib.suppress(docker.errors.NotFound):
+            self.engine.api.stop(self.gate, timeout=STOP_GRACE_SECONDS)
+        return self._lines(self.gate, "all")
+
+    def _lines(self, container: str, tail: int | Literal["all"] = 2000) -> list[str]:
         import docker
 
         try:
-            text: bytes = self.engine.api.logs(container, stderr=False, tail=2000)
+            text: bytes = self.engine.api.logs(container, stderr=False, tail=tail)
         except docker.errors.NotFound:
             return []
         return text.decode("utf-8", "replace").splitlines()

@@ -959,3 +959,32 @@ def test_a_hostile_line_of_the_box_spoils_neither_meter_nor_record() -> None:
     huge = '{"event":"exit","code":0,"turns":' + "9" * 4_000 + "}"
     assert pidispatch.result_of([huge]) is None
     assert pidispatch.result_of(['{"event":"exit","code":0,"commits":-1}']) is None
+
+
+def test_refused_calls_cannot_push_the_meter_out_of_sight(tmp_path: Path) -> None:
+    """The gate writes up to 5,000 lines of refusals beside its meter."""
+    noise = [json.dumps({"event": "refused", "reason": "path", "host": None})] * 5_000
+    lines = {"gate": [call(1, 10), *noise], "job": []}
+
+    def logs(name: str, **how: Any) -> bytes:
+        tail = how.get("tail", "all")
+        kept = lines["gate" if name.endswith("-gate") else "job"]
+        return "\n".join(kept if tail == "all" else kept[-tail:]).encode()
+
+    state = {"State": {"ExitCode": 0, "OOMKilled": False}}
+    import docker
+
+    api = StubApi(
+        logs=logs,
+        stop=None,
+        inspect_container=state,
+        get_archive=docker.errors.NotFound("none"),
+    )
+    ended = pidispatch.DockerBox(engine_on(api), "gh-a", 1).collect(tmp_path)
+    assert ended.tokens
+    assert ended.tokens.total == 10
+    names = [(name, *args) for name, args, _ in api.asked]
+    gate = pidispatch.gate_name("gh-a")
+    assert names.index(("stop", gate)) < names.index(("logs", gate)), (
+        "the gate books calls in flight when it ends, so it ends before it is read"
+    )

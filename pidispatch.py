@@ -4564,18 +4564,17 @@ class DockerEngine:
         Read from a container that is created and never started.
         """
         if image.id not in self._catalogues:
-            self._catalogues[image.id] = self._read_catalogue(image)
+            with engine_answers():
+                self._catalogues[image.id] = self._read_catalogue(image)
         return self._catalogues[image.id]
 
     def _read_catalogue(self, image: Image) -> Mapping[str, Any]:
-        import docker
-
         labels = self.labels("catalogue", 0, "catalogue")
         made = self.api.create_container(image.id, labels=labels, network_disabled=True)
         try:
             content = self.read_file(made["Id"], CATALOGUE_PATH, 16 * 1024 * 1024)
             catalogue = json.loads(content or b"{}")
-        except (docker.errors.APIError, Refused, ValueError):
+        except (Refused, ValueError):
             catalogue = {}  # an image without a catalogue knows no models
         finally:
             self.api.remove_container(made["Id"], force=True, v=True)

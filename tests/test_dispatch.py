@@ -988,3 +988,18 @@ def test_refused_calls_cannot_push_the_meter_out_of_sight(tmp_path: Path) -> Non
     assert names.index(("stop", gate)) < names.index(("logs", gate)), (
         "the gate books calls in flight when it ends, so it ends before it is read"
     )
+
+
+def test_an_engine_that_fails_once_does_not_empty_the_catalogue_for_good() -> None:
+    import docker
+
+    api = StubApi(
+        create_container={"Id": "c"},
+        get_archive=docker.errors.APIError("500"),
+        remove_container=None,
+    )
+    engine = engine_on(api)
+    with pytest.raises(pidispatch.InfraError):
+        engine.catalogue(image())
+    api.answers["get_archive"] = docker.errors.NotFound("none")
+    assert engine.catalogue(image()) == {}

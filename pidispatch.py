@@ -4553,9 +4553,10 @@ class DockerEngine:
         config = facts.get("Config") or {}
         uid, _, gid = str(config.get("User") or "").partition(":")
         labels = config.get("Labels") or {}
-        user = int(uid) if uid.isdigit() else 1001
+        kept = uid.isdigit() and int(uid) > 0  # never root
+        user = int(uid) if kept else 1001
         return Image(
-            tag, facts["Id"], labels, user, int(gid) if gid.isdigit() else user
+            tag, facts["Id"], labels, user, int(gid) if kept and gid.isdigit() else user
         )
 
     def catalogue(self, image: Image) -> Mapping[str, Any]:

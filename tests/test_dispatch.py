@@ -1003,3 +1003,12 @@ def test_an_engine_that_fails_once_does_not_empty_the_catalogue_for_good() -> No
         engine.catalogue(image())
     api.answers["get_archive"] = docker.errors.NotFound("none")
     assert engine.catalogue(image()) == {}
+
+
+@pytest.mark.parametrize("user", ["0", "0:0", "00", "root", ""])
+def test_an_image_of_root_never_runs_as_root(user: str) -> None:
+    facts = {"Id": "sha256:1", "Config": {"User": user, "Labels": None}}
+    found = engine_on(StubApi(inspect_image=facts)).image("mine:latest")
+    assert found
+    assert found.uid == 1001
+    assert found.gid == 1001

@@ -4126,8 +4126,9 @@ def _finish(
     state = "publishing" if notice else "done"
     text = msgspec.json.encode(notice).decode() if notice else None
     payload = msgspec.json.encode(claimed.job.without_text()).decode()
+    # the claim ends here: no later write of this attempt can queue the job again
     sql = """UPDATE jobs SET state = ?, notice = ?, ended_at = ?, not_before = 0,
-             payload = ? WHERE id = ? AND claim = ?"""
+             payload = ?, claim = NULL WHERE id = ? AND claim = ?"""
     values = (state, text, now, payload, claimed.job.id, claimed.claim)
     _one(db, sql, values)
     db.execute(
@@ -4334,13 +4335,17 @@ class BoxSpec(msgspec.Struct, frozen=True, kw_only=True):
     loopback: bool = False
 
 
+#: A count that a box may state: SQLite and JSON readers can hold it.
+_BoxCount = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class Result(msgspec.Struct, frozen=True):
     """The runner's last line. Telemetry only; the exit code classifies."""
 
     code: int
     reason: str | None = None
-    turns: int | None = None
-    commits: int = 0
+    turns: _BoxCount | None = None
+    commits: _BoxCount = 0
 
 
 class BoxExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -4431,7 +4436,7 @@ def result_of(lines: Sequence[str]) -> Result | None:
 def _json_line(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -4548,9 +4553,10 @@ class DockerEngine:
         config = facts.get("Config") or {}
         uid, _, gid = str(config.get("User") or "").partition(":")
         labels = config.get("Labels") or {}
-        user = int(uid) if uid.isdigit() else 1001
+        kept = uid.isdigit() and int(uid) > 0  # never root
+        user = int(uid) if kept else 1001
         return Image(
-            tag, facts["Id"], labels, user, int(gid) if gid.isdigit() else user
+            tag, facts["Id"], labels, user, int(gid) if kept and gid.isdigit() else user
         )
 
     def catalogue(self, image: Image) -> Mapping[str, Any]:
@@ -4559,18 +4565,17 @@ class DockerEngine:
         Read from a container that is created and never started.
         """
         if image.id not in self._catalogues:
-            self._catalogues[image.id] = self._read_catalogue(image)
+            with engine_answers():
+                self._catalogues[image.id] = self._read_catalogue(image)
         return self._catalogues[image.id]
 
     def _read_catalogue(self, image: Image) -> Mapping[str, Any]:
-        import docker
-
         labels = self.labels("catalogue", 0, "catalogue")
         made = self.api.create_container(image.id, labels=labels, network_disabled=True)
         try:
             content = self.read_file(made["Id"], CATALOGUE_PATH, 16 * 1024 * 1024)
             catalogue = json.loads(content or b"{}")
-        except (docker.errors.APIError, Refused, ValueError):
+        except (Refused, ValueError):
             catalogue = {}  # an image without a catalogue knows no models
         finally:
             self.api.remove_container(made["Id"], force=True, v=True)
@@ -4603,8 +4608,8 @@ class DockerEngine:
     def adopt(self, job: str) -> Box | None:
         """The box of a job that an earlier process started, if it still exists."""
         found = self._list({"job": job, "role": "job"})
-        if not found:
-            return None
+        if not found or found[0]["State"] == "created":
+            return None  # made and never started: nothing ran
         attempt = int(found[0]["Labels"].get(LABEL + "attempt", "1"))
         return DockerBox(self, job, attempt)
 
@@ -4748,12 +4753,15 @@ def _untar_one(stream: Iterable[bytes], limit: int) -> bytes | None:
         if spool.tell() > limit + 64 * 1024:
             return None
     spool.seek(0)
-    with tarfile.open(fileobj=spool) as tar:
-        entry = tar.next()
-        if entry is None or not entry.isreg() or entry.size > limit:
-            return None
-        source = tar.extractfile(entry)
-        return source.read() if source else None
+    try:
+        with tarfile.open(fileobj=spool) as tar:
+            entry = tar.next()
+            if entry is None or not entry.isreg() or entry.size > limit:
+                return None
+            source = tar.extractfile(entry)
+            return source.read() if source else None
+    except tarfile.TarError:
+        return None
 
 
 class DockerBox:
@@ -4952,7 +4960,7 @@ class DockerBox:
         """
         with engine_answers():
             state = self._state()
-            tokens, forks, spent = meter_of(self._lines(self.gate))
+            tokens, forks, spent = meter_of(self._meter())
             ended = BoxExit(
                 code=state["ExitCode"] if state else None,
                 oom=bool(state and state.get("OOMKilled") and state["ExitCode"]),
@@ -4987,19 +4995,30 @@ class DockerBox:
     def _read(self, name: str, limit: int) -> bytes | None:
         return self.engine.read_file(self.name, f"/outbox/{name}", limit)
 
-    def _lines(self, container: str) -> list[str]:
+    def _meter(self) -> list[str]:
+        """All that the gate wrote; it books its calls in flight as it is stopped."""
+        import docker
+
+        with contextlib.suppress(docker.errors.NotFound):
+            self.engine.api.stop(self.gate, timeout=STOP_GRACE_SECONDS)
+        return self._lines(self.gate, "all")
+
+    def _lines(self, container: str, tail: int | Literal["all"] = 2000) -> list[str]:
         import docker
 
         try:
-            text: bytes = self.engine.api.logs(container, stderr=False, tail=2000)
+            text: bytes = self.engine.api.logs(container, stderr=False, tail=tail)
         except docker.errors.NotFound:
             return []
         return text.decode("utf-8", "replace").splitlines()
 
     def log(self) -> bytes:
         """All that the job wrote to its stdout, as far as the engine kept it."""
-        with engine_answers():
-            text: bytes = self.engine.api.logs(self.name, stderr=False)
+        import docker
+
+        text = b""  # of a container that is gone
+        with engine_answers(), contextlib.suppress(docker.errors.NotFound):
+            text = self.engine.api.logs(self.name, stderr=False)
         return text
 
     def remove(self) -> None:
@@ -6052,6 +6071,7 @@ DEFER_GIVE_UP_SECONDS = DAY
 #: Each beat is a durable write, so it is rare.
 HEARTBEAT_SECONDS = 15.0
 SWEEP_SECONDS = 3_600.0
+PUBLISH_WAIT_MAX = 900
 AGENT_DIR = "/home/pi/.pi/agent"
 JOB_FILE_VERSION = 1
 
@@ -6500,15 +6520,7 @@ class Dispatcher:
         attempt = Attempt(claimed, self.settings, self.new_token())
         _event("job-claimed", claimed.job)
         try:
-            if self.store.cancelled(claimed.job.id):
-                raise Refused("operator-cancel", "an operator cancelled it")
-            self.climb(attempt)
-            self._start(attempt)
-            self._settle(attempt, self._attend(attempt))
-        except Refused as refusal:
-            self._refuse(attempt, refusal)
-        except InfraError as error:
-            self._again(attempt, error)
+            self._attempt(attempt)
         except Leaving:
             _event("job-left-running", claimed.job)
         except Fenced:
@@ -6519,6 +6531,19 @@ class Dispatcher:
         finally:
             if attempt.prepared:  # the box has its copy
                 attempt.prepared.pack.unlink(missing_ok=True)
+
+    def _attempt(self, attempt: Attempt) -> None:
+        try:
+            if self.store.cancelled(attempt.job.id):
+                raise Refused("operator-cancel", "an operator cancelled it")
+            self.climb(attempt)
+            self._start(attempt)
+        except Refused as refusal:
+            self._refuse(attempt, refusal)
+        except (InfraError, OSError) as error:
+            self._again(attempt, error)
+        else:
+            self._settle(attempt, self._attend(attempt))
 
     def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
         """Take over a container that an earlier process started."""
@@ -6541,10 +6566,10 @@ class Dispatcher:
             raise
         except Exception as error:
             # create or start failed: nothing ran, so the slot goes back
-            self.store.release(attempt.claimed)
+            self._patiently(lambda: self.store.release(attempt.claimed))
             attempt.started_at = None
             raise InfraError(f"the container did not start: {error}") from error
-        self.store.running(attempt.claimed)
+        self._patiently(lambda: self.store.running(attempt.claimed))
         _event("job-started", attempt.job)
 
     def _attend(self, attempt: Attempt) -> str | None:
@@ -6552,22 +6577,22 @@ class Dispatcher:
         box = attempt.box
         assert box and attempt.started_at is not None
         while not self._patiently(lambda: box.wait(1)):
-            reason = self._stop_reason(attempt)
+            reason = self._patiently(lambda: self._stop_reason(attempt))
             if reason:
                 self._patiently(box.stop)
                 return reason
         return None
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """Ask an engine that may be away; what it runs for us is paid for.
+        """Ask an engine, a database or a disk that may be away; the run is paid for.
 
         Raises `Leaving` when we stop before it answers: the next start asks.
         """
         while True:
             try:
                 return ask()
-            except InfraError as error:
-                log.warning("engine-away: %s", error)
+            except (InfraError, OSError) as error:
+                log.warning("waiting-for-machine: %s", error)
                 if self.leaving.wait(1.0):
                     raise Leaving from error
 
@@ -6585,28 +6610,33 @@ class Dispatcher:
 
     def _settle(self, attempt: Attempt, stopped: str | None) -> None:
         """Collect what the box left, judge it, record it, then clean and publish."""
-        assert attempt.box
-        kept = self.kept_dir(attempt.job)
-        box = attempt.box
-        ended = self._patiently(lambda: box.collect(kept))
-        if attempt.settings.capture_logs:
-            self._keep_log(attempt.job, box)
-        keep_texts(kept, ended)
+        ended = self._patiently(lambda: self._collect(attempt))
         verdict = verdict_of(ended, stopped)
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
-            self.store.retry(attempt.claimed, self.clock() + RETRY_SECONDS)
+            forget_kept(self.kept_dir(attempt.job))  # the last attempt wins
+            until = self.clock() + RETRY_SECONDS
+            self._patiently(lambda: self.store.retry(attempt.claimed, until))
             _event("job-retry", attempt.job, verdict.reason)
-            attempt.box.remove()
+            self._remove(attempt)
             return
         if verdict.outcome == "retry":
             verdict = Verdict("failed", verdict.reason)
         self._finish(attempt, verdict, ended)
 
+    def _collect(self, attempt: Attempt) -> BoxExit:
+        assert attempt.box
+        kept = self.kept_dir(attempt.job)
+        ended = attempt.box.collect(kept)
+        if attempt.settings.capture_logs:
+            self._keep_log(attempt.job, attempt.box)
+        keep_texts(kept, ended)
+        return ended
+
     def _keep_log(self, job: Job, box: Box) -> None:
         """The box's own lines, its newest LOG_MAX_BYTES; cut where it says so (T45)."""
         folder = self.settings.state_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        text = self._patiently(box.log)
+        text = box.log()
         if len(text) > LOG_MAX_BYTES:
             text = b"[earlier lines were cut]\n" + text[-LOG_MAX_BYTES:]
         write_private(folder / f"{container_name(job.id)}.log", text)
@@ -6621,7 +6651,7 @@ class Dispatcher:
             notice = Notice("result", commits=commits)
         else:
             notice = _outcome_notice(attempt.job, record)
-        self.store.finish(attempt.claimed, record, notice)
+        self._patiently(lambda: self.store.finish(attempt.claimed, record, notice))
         _event("job-ended", attempt.job, verdict.reason or verdict.outcome)
         self._remove(attempt)
         self.publish(attempt.job.id)
@@ -6630,11 +6660,11 @@ class Dispatcher:
         self._remove(attempt)
         record = self.record(attempt, "policy", refusal.reason, None)
         notice = _refusal_notice(attempt.job, refusal)
-        self.store.refuse(attempt.claimed, record, notice)
+        self._patiently(lambda: self.store.refuse(attempt.claimed, record, notice))
         _event("job-refused", attempt.job, refusal.reason)
         self.publish(attempt.job.id)
 
-    def _again(self, attempt: Attempt, error: InfraError) -> None:
+    def _again(self, attempt: Attempt, error: Exception) -> None:
         """Trouble that may pass. Before the container it costs nothing."""
         log.warning("job-trouble %s: %s", attempt.job.id, error)
         now = self.clock()
@@ -6643,7 +6673,7 @@ class Dispatcher:
             self._give_up(attempt, "infra")
             return
         wait = min(DEFER_SECONDS * 2**attempt.claimed.deferrals, DEFER_MAX_SECONDS)
-        self.store.defer(attempt.claimed, now + wait)
+        self._patiently(lambda: self.store.defer(attempt.claimed, now + wait))
 
     def _give_up(self, attempt: Attempt, reason: str) -> None:
         try:
@@ -6713,6 +6743,10 @@ class Dispatcher:
             self._told.add(job_id)
         try:
             self._publish(job_id)
+        except Exception:  # one telling's edge: the record stands, others go on
+            log.exception("publish-trouble %s", job_id)
+            with contextlib.suppress(PidispatchError):
+                self.store.postpone_notice(job_id, self.clock() + PUBLISH_WAIT_MAX)
         finally:
             self._told.discard(job_id)
 
@@ -6723,8 +6757,8 @@ class Dispatcher:
         job, workspace, notice, tries = found
         try:
             request, reason = self._tell(job, workspace, notice)
-        except InfraError as error:
-            wait = min(5 * 2**tries, 900)
+        except (InfraError, OSError) as error:
+            wait = min(5 * 2 ** min(tries, 16), PUBLISH_WAIT_MAX)
             log.warning("publish-retry %s in %s s: %s", job.id, wait, error)
             self.store.postpone_notice(job.id, self.clock() + wait)
             return
@@ -6827,12 +6861,18 @@ def _outcome_notice(job: Job, record: Record) -> Notice:
     return Notice("ended", text, marker)
 
 
+KEPT_FILES = ("branch.bundle", "review-request.md", "comment.md")
+
+
+def forget_kept(folder: Path) -> None:
+    for name in KEPT_FILES:
+        (folder / name).unlink(missing_ok=True)
+
+
 def keep_texts(folder: Path, ended: BoxExit) -> None:
-    texts = (
-        ("review-request.md", ended.review_request),
-        ("comment.md", ended.comment),
-    )
-    for name, text in texts:
+    for name, text in zip(
+        KEPT_FILES[1:], (ended.review_request, ended.comment), strict=True
+    ):
         if text is not None:
             write_private(folder / name, text.encode())
 

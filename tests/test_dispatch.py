@@ -712,3 +712,303 @@ def test_a_queued_job_that_was_cancelled_starts_nothing(bench: Bench) -> None:
     assert (run.state, run.reason) == ("policy", "operator-cancel")
     assert bench.engine.log == []
     assert bench.used() == 0
+
+
+# -- trouble that must not be paid for twice ------------------------------------------
+
+
+class Trouble:
+    """Raises once (or `times`) when called, then is what it stands before."""
+
+    def __init__(self, real: Callable[..., Any], error: Exception, times: int) -> None:
+        self.real, self.error, self.times = real, error, times
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.times:
+            self.times -= 1
+            raise self.error
+        return self.real(*args, **named)
+
+
+def trouble(
+    patch: pytest.MonkeyPatch, of: object, name: str, error: Exception, times: int = 1
+) -> None:
+    patch.setattr(of, name, Trouble(getattr(of, name), error, times))
+
+
+DISK_FULL = pidispatch.InfraError("database or disk is full")
+
+
+@pytest.mark.parametrize("step", ["notice", "published"])
+def test_a_database_that_fails_after_the_record_never_runs_the_job_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """T01: the record is committed, so what follows may only publish."""
+    trouble(monkeypatch, bench.store, step, DISK_FULL)
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    assert run.state == "publishing"
+    bench.clock.pass_(1_000)
+    bench.dispatcher.publish_due()
+    [run] = bench.work()
+    assert run.state == "completed"
+    assert bench.engine.log.count("start") == 1
+
+
+def test_no_write_under_a_claim_counts_once_its_record_is_committed(
+    bench: Bench,
+) -> None:
+    bench.engine.exits.append(OK)
+    delivery = bench.maker.delivery()
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event))
+    claimed = bench.store.claim()
+    assert claimed
+    bench.dispatcher.run(claimed)
+    with pytest.raises(pidispatch.Fenced):
+        bench.store.defer(claimed, 0)
+
+
+def test_a_result_that_trips_publishing_stays_completed_and_blocks_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def publish(*args: Any) -> pidispatch.Published:
+        if not told:
+            told.append("tripped")
+            raise ZeroDivisionError
+        told.append(args[2].id)
+        return pidispatch.Published(None, None)
+
+    monkeypatch.setattr(pidispatch, "publish_job", publish)
+    bench.engine.exits += [OK, OK]
+    bench.run(2)
+    states = [run.state for run in bench.store.runs(9)]
+    assert sorted(states) == ["completed", "publishing"]
+    bench.clock.pass_(1_000)
+    bench.dispatcher.publish_due()
+    assert [run.state for run in bench.store.runs(9)] == ["completed"] * 2
+    assert len(told) == 3
+
+
+def test_a_full_disk_while_publishing_is_tried_again_like_any_trouble(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(28, "No space left on device")
+    trouble(monkeypatch, pidispatch, "publish_job", error)
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    assert run.state == "publishing"
+    bench.clock.pass_(5)
+    bench.dispatcher.publish_due()
+    assert bench.store.runs(9)[0].state == "completed"
+
+
+@pytest.mark.parametrize("step", ["running", "cancelled", "finish"])
+def test_a_database_that_is_away_while_a_box_runs_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A run that is under way is paid for: it is never dropped and started again."""
+    delivery = bench.maker.delivery()
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event))
+    claimed = bench.store.claim()
+    assert claimed
+    bench.engine.exits.append(OK)
+    if step == "cancelled":  # asked once before the ladder: fail the second time
+        bench.engine.ends.clear()
+        calls = itertools.count(1)
+        real = bench.store.cancelled
+
+        def cancelled(job: str) -> bool:
+            if next(calls) == 2:
+                bench.engine.ends.set()
+                raise DISK_FULL
+            return real(job)
+
+        monkeypatch.setattr(bench.store, "cancelled", cancelled)
+    else:
+        trouble(monkeypatch, bench.store, step, DISK_FULL, 2)
+    monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
+    bench.dispatcher.run(claimed)
+    [run] = bench.store.runs(9)
+    assert run.state == "completed"
+    assert bench.engine.log.count("start") == 1
+    assert bench.used() == 1
+
+
+@pytest.mark.parametrize(
+    "step", ["release", "refuse", "defer"], ids=lambda step: f"in {step}"
+)
+def test_a_job_is_not_left_claimed_by_a_database_that_was_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """T37: nothing looks at a claimed job again before the next start."""
+    if step == "refuse":
+        bench.engine.images.clear()
+    else:
+        bench.engine.start_error = OSError("no such runtime")
+    trouble(monkeypatch, bench.store, step, DISK_FULL)
+    monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
+    [run] = bench.run()
+    assert run.state == ("policy" if step == "refuse" else "queued")
+    assert bench.used() == 0
+
+
+def test_a_full_disk_before_the_container_is_deferred(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(28, "No space left on device")
+    trouble(monkeypatch, bench.dispatcher.mirrors, "prepare", error)
+    bench.engine.exits.append(OK)
+    [run] = bench.run()
+    assert (run.state, bench.used()) == ("queued", 0)
+    bench.clock.pass_(61)
+    [run] = bench.work()
+    assert run.state == "completed"
+
+
+def test_a_full_disk_while_collecting_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(28, "No space left on device")
+    bench.engine.exits += [OK, OK]  # the outbox is simply read again
+    trouble(monkeypatch, pidispatch, "keep_texts", error)
+    monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
+    [run] = bench.run()
+    assert run.state == "completed"
+
+
+def test_a_retry_publishes_nothing_that_the_first_attempt_left(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last attempt wins, also when it changed nothing."""
+    work: list[pidispatch.Work] = []
+
+    def publish(*args: Any) -> pidispatch.Published:
+        work.append(args[3])
+        return pidispatch.Published(None, None)
+
+    monkeypatch.setattr(pidispatch, "publish_job", publish)
+    collect = FakeBox.collect
+
+    def left(self: FakeBox, into: Path) -> BoxExit:
+        ended = collect(self, into)
+        if ended.code == 1:
+            (into / "branch.bundle").write_bytes(b"half of it")
+        return ended
+
+    monkeypatch.setattr(FakeBox, "collect", left)
+    bench.engine.exits += [BoxExit(code=1, comment="half", review_request="half"), OK]
+    bench.run()
+    bench.clock.pass_(60)
+    bench.work()
+    [only] = work
+    assert (only.bundle, only.comment, only.review_request) == (None, None, None)
+
+
+class StubApi:
+    """As much of the engine's API as one test needs; notes what was asked."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*args: Any, **named: Any) -> Any:
+            self.asked.append((name, args, named))
+            answer = self.answers[name]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer(*args, **named) if callable(answer) else answer
+
+        return ask
+
+
+def engine_on(api: StubApi) -> pidispatch.DockerEngine:
+    engine = pidispatch.DockerEngine(pidispatch.Settings(), "test")
+    engine._local.api = api
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("state", "adopted"), [("created", False), ("running", True), ("exited", True)]
+)
+def test_a_container_that_was_made_but_never_started_is_not_adopted(
+    state: str, adopted: bool
+) -> None:
+    """T37: a crash between create and start loses no job and keeps no slot."""
+    row = {"State": state, "Labels": {pidispatch.LABEL + "attempt": "1"}}
+    engine = engine_on(StubApi(containers=[row]))
+    assert (engine.adopt("gh-a") is not None) == adopted
+
+
+def test_the_log_of_a_container_that_is_gone_is_empty_and_holds_up_no_worker() -> None:
+    import docker
+
+    engine = engine_on(StubApi(logs=docker.errors.NotFound("gone")))
+    assert pidispatch.DockerBox(engine, "gh-a", 1).log() == b""
+
+
+def test_a_hostile_line_of_the_box_spoils_neither_meter_nor_record() -> None:
+    """Whatever it prints, the record and its figures are readable afterwards."""
+    deep = "[" * 100_000
+    assert pidispatch.result_of([deep]) is None
+    assert pidispatch.meter_of([call(1, 10), deep])[0] == pidispatch.Tokens(
+        10, 0, 0, 0, 10, 0.5
+    )
+    huge = '{"event":"exit","code":0,"turns":' + "9" * 4_000 + "}"
+    assert pidispatch.result_of([huge]) is None
+    assert pidispatch.result_of(['{"event":"exit","code":0,"commits":-1}']) is None
+
+
+def test_refused_calls_cannot_push_the_meter_out_of_sight(tmp_path: Path) -> None:
+    """The gate writes up to 5,000 lines of refusals beside its meter."""
+    noise = [json.dumps({"event": "refused", "reason": "path", "host": None})] * 5_000
+    lines = {"gate": [call(1, 10), *noise], "job": []}
+
+    def logs(name: str, **how: Any) -> bytes:
+        tail = how.get("tail", "all")
+        kept = lines["gate" if name.endswith("-gate") else "job"]
+        return "\n".join(kept if tail == "all" else kept[-tail:]).encode()
+
+    state = {"State": {"ExitCode": 0, "OOMKilled": False}}
+    import docker
+
+    api = StubApi(
+        logs=logs,
+        stop=None,
+        inspect_container=state,
+        get_archive=docker.errors.NotFound("none"),
+    )
+    ended = pidispatch.DockerBox(engine_on(api), "gh-a", 1).collect(tmp_path)
+    assert ended.tokens
+    assert ended.tokens.total == 10
+    names = [(name, *args) for name, args, _ in api.asked]
+    gate = pidispatch.gate_name("gh-a")
+    assert names.index(("stop", gate)) < names.index(("logs", gate)), (
+        "the gate books calls in flight when it ends, so it ends before it is read"
+    )
+
+
+def test_an_engine_that_fails_once_does_not_empty_the_catalogue_for_good() -> None:
+    import docker
+
+    api = StubApi(
+        create_container={"Id": "c"},
+        get_archive=docker.errors.APIError("500"),
+        remove_container=None,
+    )
+    engine = engine_on(api)
+    with pytest.raises(pidispatch.InfraError):
+        engine.catalogue(image())
+    api.answers["get_archive"] = docker.errors.NotFound("none")
+    assert engine.catalogue(image()) == {}
+
+
+@pytest.mark.parametrize("user", ["0", "0:0", "00", "root", ""])
+def test_an_image_of_root_never_runs_as_root(user: str) -> None:
+    facts = {"Id": "sha256:1", "Config": {"User": user, "Labels": None}}
+    found = engine_on(StubApi(inspect_image=facts)).image("mine:latest")
+    assert found
+    assert found.uid == 1001
+    assert found.gid == 1001

@@ -423,6 +423,17 @@ class Refused(PidispatchError):
         self.reason = reason
 
 
+def log_event(event: str, level: int = logging.INFO, **fields: object) -> None:
+    """One log line: a fixed event name, then ids, numbers and fixed words.
+
+    An `error` is shown with its traceback unless it is one of ours.
+    """
+    error = fields.get("error")
+    trace = error if isinstance(error, Exception) else None
+    ours = isinstance(error, PidispatchError)
+    log.log(level, event, exc_info=None if ours else trace, extra={"fields": fields})
+
+
 # =============================================================================
 # settings
 #
@@ -4972,7 +4983,9 @@ class DockerBox:
             try:
                 outbox = self._outbox(into) if state else {}
             except Refused as refusal:
-                log.warning("outbox-refused %s: %s", self.job, refusal)
+                log_event(
+                    "outbox-refused", logging.WARNING, job=self.job, error=refusal
+                )
                 outbox = {"outbox_refused": True}
         return msgspec.structs.replace(ended, **outbox)
 
@@ -6525,8 +6538,10 @@ class Dispatcher:
             _event("job-left-running", claimed.job)
         except Fenced:
             _event("job-claim-lost", claimed.job)
-        except Exception:
-            log.exception("job-failed-inside %s", claimed.job.id)
+        except Exception as error:
+            log_event(
+                "job-failed-inside", logging.ERROR, job=claimed.job.id, error=error
+            )
             self._give_up(attempt, "internal-error")
         finally:
             if attempt.prepared:  # the box has its copy
@@ -6553,8 +6568,10 @@ class Dispatcher:
             self._settle(attempt, self._attend(attempt))
         except (Leaving, Fenced):
             return
-        except Exception:
-            log.exception("job-failed-inside %s", claimed.job.id)
+        except Exception as error:
+            log_event(
+                "job-failed-inside", logging.ERROR, job=claimed.job.id, error=error
+            )
             self._give_up(attempt, "internal-error")
 
     def _start(self, attempt: Attempt) -> None:
@@ -6592,7 +6609,7 @@ class Dispatcher:
             try:
                 return ask()
             except (InfraError, OSError) as error:
-                log.warning("waiting-for-machine: %s", error)
+                log_event("waiting-for-machine", logging.WARNING, error=error)
                 if self.leaving.wait(1.0):
                     raise Leaving from error
 
@@ -6666,7 +6683,7 @@ class Dispatcher:
 
     def _again(self, attempt: Attempt, error: Exception) -> None:
         """Trouble that may pass. Before the container it costs nothing."""
-        log.warning("job-trouble %s: %s", attempt.job.id, error)
+        _event("job-trouble", attempt.job, level=logging.WARNING, error=error)
         now = self.clock()
         self._remove(attempt)
         if now - attempt.claimed.queued_at > DEFER_GIVE_UP_SECONDS:
@@ -6678,8 +6695,10 @@ class Dispatcher:
     def _give_up(self, attempt: Attempt, reason: str) -> None:
         try:
             self._finish(attempt, Verdict("failed", reason), None)
-        except Exception:
-            log.exception("job-not-recorded %s", attempt.job.id)
+        except Exception as error:
+            log_event(
+                "job-not-recorded", logging.ERROR, job=attempt.job.id, error=error
+            )
 
     def _remove(self, attempt: Attempt) -> None:
         """Take the engine objects away; what is left over is swept at the start."""
@@ -6687,8 +6706,8 @@ class Dispatcher:
             return
         try:
             attempt.box.remove()
-        except Exception:
-            log.exception("box-not-removed %s", attempt.job.id)
+        except Exception as error:
+            log_event("box-not-removed", logging.ERROR, job=attempt.job.id, error=error)
 
     def record(
         self,
@@ -6743,8 +6762,10 @@ class Dispatcher:
             self._told.add(job_id)
         try:
             self._publish(job_id)
-        except Exception:  # one telling's edge: the record stands, others go on
-            log.exception("publish-trouble %s", job_id)
+        except (
+            Exception
+        ) as error:  # one telling's edge: the record stands, others go on
+            log_event("publish-trouble", logging.ERROR, job=job_id, error=error)
             with contextlib.suppress(PidispatchError):
                 self.store.postpone_notice(job_id, self.clock() + PUBLISH_WAIT_MAX)
         finally:
@@ -6759,13 +6780,13 @@ class Dispatcher:
             request, reason = self._tell(job, workspace, notice)
         except (InfraError, OSError) as error:
             wait = min(5 * 2 ** min(tries, 16), PUBLISH_WAIT_MAX)
-            log.warning("publish-retry %s in %s s: %s", job.id, wait, error)
+            _event("publish-retry", job, level=logging.WARNING, wait=wait, error=error)
             self.store.postpone_notice(job.id, self.clock() + wait)
             return
         except Refused as refusal:
             request, reason = None, refusal.reason
         except Rejected as error:
-            log.warning("comment-refused %s: %s", job.id, error)
+            _event("comment-refused", job, level=logging.WARNING, error=error)
             request, reason = None, None
         self.store.published(job.id, request, reason)
         with contextlib.suppress(InfraError):
@@ -6809,7 +6830,7 @@ class Dispatcher:
         keep = frozenset(claimed.job.id for claimed, _, _ in adopted)
         swept = self.engine.sweep(keep)
         if adopted or swept:
-            log.info("reconciled: %s adopted, %s swept", len(adopted), swept)
+            log_event("reconciled", adopted=len(adopted), swept=swept)
         return adopted
 
 
@@ -6946,11 +6967,14 @@ def _host_name() -> str:
     return platform.node()
 
 
-def _event(name: str, job: Job, reason: str | None = None) -> None:
-    log.info(
-        name,
-        extra={"fields": {"job": job.id, "target": job.title, "reason": reason}},
-    )
+def _event(
+    name: str,
+    job: Job,
+    reason: str | None = None,
+    level: int = logging.INFO,
+    **more: Any,
+) -> None:
+    log_event(name, level, job=job.id, target=job.title, reason=reason, **more)
 
 
 class Workers:
@@ -6995,8 +7019,10 @@ class Workers:
                 if not self._one():
                     self.store.work.wait(1.0)
                     self.store.work.clear()
-            except Exception:  # the loop's edge: a worker outlives its troubles
-                log.exception("worker-trouble")
+            except (
+                Exception
+            ) as error:  # the loop's edge: a worker outlives its troubles
+                log_event("worker-trouble", logging.ERROR, error=error)
                 self._stopping.wait(1.0)
 
     def _one(self) -> bool:
@@ -7023,8 +7049,8 @@ class Workers:
                     swept = now
                     self.store.sweep()
                     sweep_files(self.dispatcher.settings, time.time())
-            except Exception:
-                log.exception("janitor-trouble")
+            except Exception as error:
+                log_event("janitor-trouble", logging.ERROR, error=error)
 
 
 def sweep_files(settings: Settings, now: float) -> None:
@@ -7066,14 +7092,6 @@ def lock_file(path: Path) -> IO[str]:
 # The HTTP edge, the inbox that resolves who asked, and the watcher of the
 # triggers file. Knows nothing of Docker.
 # =============================================================================
-
-
-def _log(event: str, level: int = logging.INFO, **fields: object) -> None:
-    """One log line; an `error` is shown with its traceback unless it is ours."""
-    error = fields.get("error")
-    trace = error if isinstance(error, Exception) else None
-    ours = isinstance(error, PidispatchError)
-    log.log(level, event, exc_info=None if ours else trace, extra={"fields": fields})
 
 
 class TriggersFile:
@@ -7143,10 +7161,12 @@ class TriggersFile:
         self._content = content
         try:
             self.rules, self.problem = self._validate(content), None
-            _log("triggers-reloaded", rules=len(self.rules))
+            log_event("triggers-reloaded", rules=len(self.rules))
         except PidispatchError as error:
             self.problem = error.message
-            _log("triggers-invalid", logging.ERROR, kept=len(self.rules), why=error)
+            log_event(
+                "triggers-invalid", logging.ERROR, kept=len(self.rules), why=error
+            )
         if self._tell:
             self._tell(self.problem)
 
@@ -7155,7 +7175,7 @@ class TriggersFile:
             try:
                 self._follow()
             except Exception as error:
-                _log("triggers-watch-failed", logging.ERROR, error=error)
+                log_event("triggers-watch-failed", logging.ERROR, error=error)
                 self.refresh()
                 self._stop.wait(self.LOOK_ANYWAY / 1000)
 
@@ -7253,13 +7273,13 @@ class Intake:
             event = forge.parse(headers, body)
             return self.take(event, hashlib.sha256(body).hexdigest())
         except Unauthorized:
-            _log("delivery-unauthorized", logging.WARNING, forge=kind)
+            log_event("delivery-unauthorized", logging.WARNING, forge=kind)
             return _refusal(401)
         except Malformed as error:
-            _log("delivery-malformed", logging.WARNING, forge=kind, error=error)
+            log_event("delivery-malformed", logging.WARNING, forge=kind, error=error)
             return _refusal(400)
         except InfraError as error:
-            _log("delivery-not-stored", logging.ERROR, forge=kind, error=error)
+            log_event("delivery-not-stored", logging.ERROR, forge=kind, error=error)
             return _refusal(503)
 
     def take(self, event: Event, body_sha: str) -> Answer:
@@ -7313,7 +7333,7 @@ class Intake:
         try:
             self.store.count(word)
         except InfraError as error:
-            _log("count-lost", logging.ERROR, word=word, error=error)
+            log_event("count-lost", logging.ERROR, word=word, error=error)
 
 
 class Inbox:
@@ -7371,7 +7391,9 @@ class Inbox:
         try:
             self._learn(forge)
         except PidispatchError as error:
-            _log("identity-unknown", logging.WARNING, forge=forge.kind, error=error)
+            log_event(
+                "identity-unknown", logging.WARNING, forge=forge.kind, error=error
+            )
 
     def _run(self) -> None:
         while not self._stopped:
@@ -7380,7 +7402,7 @@ class Inbox:
             try:
                 self.turn()
             except Exception as error:
-                _log("inbox-failed", logging.ERROR, error=error)
+                log_event("inbox-failed", logging.ERROR, error=error)
 
     def turn(self) -> None:
         """Start resolving whatever is due and fits."""
@@ -7442,7 +7464,9 @@ class Inbox:
         kind, now = delivery.event.forge, self.clock()
         self._troubled.add(kind)
         self._recovered.discard(kind)
-        _log("authority-unknown", logging.WARNING, delivery=delivery.id, error=error)
+        log_event(
+            "authority-unknown", logging.WARNING, delivery=delivery.id, error=error
+        )
         try:
             if now - delivery.received >= DAY:
                 self.store.settle(delivery.id, "authority-unknown")
@@ -7450,7 +7474,9 @@ class Inbox:
                 delay = min(2.0 ** min(attempts, 16), self.BACKOFF_LIMIT)
                 self.store.postpone(delivery.id, now + delay)
         except PidispatchError as trouble:
-            _log("inbox-failed", logging.ERROR, delivery=delivery.id, error=trouble)
+            log_event(
+                "inbox-failed", logging.ERROR, delivery=delivery.id, error=trouble
+            )
 
 
 class EdgeLimits(msgspec.Struct, frozen=True):
@@ -7579,7 +7605,7 @@ def _listen(edge: Edge, host: str, port: int) -> ThreadingTCPServer:
                 return super().get_request()
             except OSError as error:
                 if not edge.closing:
-                    _log("edge-failed", logging.ERROR, error=error)
+                    log_event("edge-failed", logging.ERROR, error=error)
                     time.sleep(0.05)
                 raise
 
@@ -7596,7 +7622,7 @@ def _listen(edge: Edge, host: str, port: int) -> ThreadingTCPServer:
         def handle_error(self, request: Any, client_address: Any) -> None:
             error = sys.exc_info()[1]
             if not isinstance(error, OSError):  # gone, or reads too slowly
-                _log("edge-failed", logging.ERROR, error=error)
+                log_event("edge-failed", logging.ERROR, error=error)
 
     class Conversation(_Conversation, BaseHTTPRequestHandler):
         pass
@@ -7767,7 +7793,7 @@ class _Conversation(BaseHTTPRequestHandler):
         try:
             return self.edge.intake.receive(self.kind, self.fields, body)
         except Exception as error:
-            _log("delivery-failed", logging.ERROR, forge=self.kind, error=error)
+            log_event("delivery-failed", logging.ERROR, forge=self.kind, error=error)
             return _refusal(503)
 
     def _send(self, answer: Answer) -> None:
@@ -7907,7 +7933,7 @@ class Service:
         )
         self.inbox.start()
         self.edge.start()
-        log.info("serving", extra={"fields": {"port": self.edge.port}})
+        log_event("serving", port=self.edge.port)
 
     def stop(self, *, end_jobs: bool = False) -> None:
         self.edge.stop()
@@ -8717,7 +8743,7 @@ def serve(
     limits: list[Check] = []
     _check_limits(settings, service.triggers.rules, limits)
     for limit in limits:
-        _log("not-in-this-version", logging.WARNING, what=limit.found)
+        log_event("not-in-this-version", logging.WARNING, what=limit.found)
     service.start(worker=not no_worker)
     click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
     wait_for_signal()

@@ -6970,7 +6970,7 @@ class Workers:
 
         Raises `ConfigError` when another worker has the file.
         """
-        self._lock = lock_file(self.store.path.with_suffix(".worker.lock"))
+        self._lock = worker_lock(self.store.path)
         self._adopted = self.dispatcher.reconcile()
         for thread in self._threads:
             thread.start()
@@ -7036,6 +7036,11 @@ def sweep_files(settings: Settings, now: float) -> None:
         for entry in folder.iterdir() if folder.is_dir() else ():
             if entry.stat().st_mtime < now - age:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def worker_lock(db: Path) -> IO[str]:
+    """The file's one worker, by whatever name or link the file was given."""
+    return lock_file(db.resolve().with_suffix(".worker.lock"))
 
 
 def lock_file(path: Path) -> IO[str]:

@@ -6067,7 +6067,9 @@ RETRY_SECONDS = 60
 MAX_ATTEMPTS = 2
 DEFER_SECONDS = 60
 DEFER_MAX_SECONDS = 600
-DEFER_GIVE_UP_SECONDS = DAY
+#: Deferrals that together wait for a day: 15 minutes in the first four, then ten
+#: minutes each. Counted, because a job may have waited for days by a pause alone.
+DEFERRALS_MAX = 5 + int((DAY - 900) // DEFER_MAX_SECONDS)
 PUBLISH_WAIT_MAX = 900
 AGENT_DIR = "/home/pi/.pi/agent"
 JOB_FILE_VERSION = 1
@@ -6666,7 +6668,7 @@ class Dispatcher:
         log.warning("job-trouble %s: %s", attempt.job.id, error)
         now = self.clock()
         self._remove(attempt)
-        if now - attempt.claimed.queued_at > DEFER_GIVE_UP_SECONDS:
+        if attempt.claimed.deferrals >= DEFERRALS_MAX:
             self._give_up(attempt, "infra")
             return
         wait = min(DEFER_SECONDS * 2**attempt.claimed.deferrals, DEFER_MAX_SECONDS)

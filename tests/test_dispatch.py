@@ -1012,3 +1012,23 @@ def test_an_image_of_root_never_runs_as_root(user: str) -> None:
     assert found
     assert found.uid == 1001
     assert found.gid == 1001
+
+
+def test_a_job_that_waited_through_a_long_pause_still_gets_its_day_of_trying(
+    bench: Bench,
+) -> None:
+    """A day of trouble ends a job; a weekend of being paused does not."""
+    delivery = bench.maker.delivery()
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event))
+    bench.clock.pass_(3 * pidispatch.DAY)
+    bench.forge.token_error = pidispatch.InfraError("the forge is away")
+    [run] = bench.work()
+    assert run.state == "queued"
+    since = bench.clock()
+    while run.state == "queued":
+        due = bench.store.next_due()
+        assert due
+        bench.clock.now = due
+        [run] = bench.work()
+    assert (run.state, run.reason) == ("failed", "infra")
+    assert 0 <= bench.clock() - since - pidispatch.DAY < 600

@@ -7038,6 +7038,7 @@ def sweep_files(settings: Settings, now: float) -> None:
         for entry in folder.iterdir() if folder.is_dir() else ():
             if entry.stat().st_mtime < now - age:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    _sweep(settings.state_dir / "mirrors")  # a killed git leaves its token behind
 
 
 def worker_lock(db: Path) -> IO[str]:

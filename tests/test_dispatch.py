@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -1032,3 +1034,17 @@ def test_a_job_that_waited_through_a_long_pause_still_gets_its_day_of_trying(
         [run] = bench.work()
     assert (run.state, run.reason) == ("failed", "infra")
     assert 0 <= bench.clock() - since - pidispatch.DAY < 600
+
+
+def test_a_token_left_by_a_killed_git_is_swept_while_we_run(tmp_path: Path) -> None:
+    """Its folder is young when the next start looks, which may be the last one."""
+    settings = pidispatch.Settings(state_dir=tmp_path)
+    left = tmp_path / "mirrors" / "askpass-killed"
+    fresh = tmp_path / "mirrors" / "askpass-in-use"
+    for folder in (left, fresh):
+        folder.mkdir(parents=True)
+        (folder / "password").write_text("canary")
+    old = time.time() - pidispatch.DAY - 60
+    os.utime(left, (old, old))
+    pidispatch.sweep_files(settings, time.time())
+    assert (left.exists(), fresh.exists()) == (False, True)

@@ -6080,10 +6080,12 @@ RETRY_SECONDS = 60
 MAX_ATTEMPTS = 2
 DEFER_SECONDS = 60
 DEFER_MAX_SECONDS = 600
-DEFER_GIVE_UP_SECONDS = DAY
 #: Each beat is a durable write, so it is rare.
 HEARTBEAT_SECONDS = 15.0
 SWEEP_SECONDS = 3_600.0
+#: Deferrals that together wait for a day: 15 minutes in the first four, then ten
+#: minutes each. Counted, because a job may have waited for days by a pause alone.
+DEFERRALS_MAX = 5 + int((DAY - 900) // DEFER_MAX_SECONDS)
 PUBLISH_WAIT_MAX = 900
 AGENT_DIR = "/home/pi/.pi/agent"
 JOB_FILE_VERSION = 1
@@ -6686,7 +6688,7 @@ class Dispatcher:
         _event("job-trouble", attempt.job, level=logging.WARNING, error=error)
         now = self.clock()
         self._remove(attempt)
-        if now - attempt.claimed.queued_at > DEFER_GIVE_UP_SECONDS:
+        if attempt.claimed.deferrals >= DEFERRALS_MAX:
             self._give_up(attempt, "infra")
             return
         wait = min(DEFER_SECONDS * 2**attempt.claimed.deferrals, DEFER_MAX_SECONDS)
@@ -6997,7 +6999,7 @@ class Workers:
 
         Raises `ConfigError` when another worker has the file.
         """
-        self._lock = lock_file(self.store.path.with_suffix(".worker.lock"))
+        self._lock = worker_lock(self.store.path)
         self._adopted = self.dispatcher.reconcile()
         for thread in self._threads:
             thread.start()
@@ -7069,6 +7071,12 @@ def sweep_files(settings: Settings, now: float) -> None:
         for entry in folder.iterdir() if folder.is_dir() else ():
             if entry.stat().st_mtime < now - age:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    _sweep(settings.state_dir / "mirrors")  # a killed git leaves its token behind
+
+
+def worker_lock(db: Path) -> IO[str]:
+    """The file's one worker, by whatever name or link the file was given."""
+    return lock_file(db.resolve().with_suffix(".worker.lock"))
 
 
 def lock_file(path: Path) -> IO[str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -1012,3 +1014,37 @@ def test_an_image_of_root_never_runs_as_root(user: str) -> None:
     assert found
     assert found.uid == 1001
     assert found.gid == 1001
+
+
+def test_a_job_that_waited_through_a_long_pause_still_gets_its_day_of_trying(
+    bench: Bench,
+) -> None:
+    """A day of trouble ends a job; a weekend of being paused does not."""
+    delivery = bench.maker.delivery()
+    bench.store.admit(delivery, bench.maker.jobs(delivery.event))
+    bench.clock.pass_(3 * pidispatch.DAY)
+    bench.forge.token_error = pidispatch.InfraError("the forge is away")
+    [run] = bench.work()
+    assert run.state == "queued"
+    since = bench.clock()
+    while run.state == "queued":
+        due = bench.store.next_due()
+        assert due
+        bench.clock.now = due
+        [run] = bench.work()
+    assert (run.state, run.reason) == ("failed", "infra")
+    assert 0 <= bench.clock() - since - pidispatch.DAY < 600
+
+
+def test_a_token_left_by_a_killed_git_is_swept_while_we_run(tmp_path: Path) -> None:
+    """Its folder is young when the next start looks, which may be the last one."""
+    settings = pidispatch.Settings(state_dir=tmp_path)
+    left = tmp_path / "mirrors" / "askpass-killed"
+    fresh = tmp_path / "mirrors" / "askpass-in-use"
+    for folder in (left, fresh):
+        folder.mkdir(parents=True)
+        (folder / "password").write_text("canary")
+    old = time.time() - pidispatch.DAY - 60
+    os.utime(left, (old, old))
+    pidispatch.sweep_files(settings, time.time())
+    assert (left.exists(), fresh.exists()) == (False, True)

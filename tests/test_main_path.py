@@ -648,6 +648,35 @@ def test_an_agent_forks_three_ways_and_the_record_equals_the_gates_count(
         assert text.count("Look at") == 1, "no fork sees a sibling's task"
 
 
+#: A call that is still in flight when the box ends; its words stand in no other one.
+IN_FLIGHT = """cat > /tmp/call.py <<'END'
+import json, urllib.request
+job = json.load(open("/job/job.json"))
+base = job["models"]["providers"]["fake"]["baseUrl"]
+said = [{"role": "user", "content": "slo" + "w one " * 100}]
+body = json.dumps({"model": "fake-1", "messages": said}).encode()
+headers = {"authorization": "Bearer " + job["gate"]["token"]}
+headers["content-type"] = "application/json"
+call = urllib.request.Request(base + "/chat/completions", body, headers)
+urllib.request.urlopen(call)
+END
+setsid python3 /tmp/call.py >/dev/null 2>&1 & sleep 1"""
+
+
+@pytest.mark.docker
+def test_a_call_in_flight_when_the_box_ends_is_in_its_record(boxed: World) -> None:
+    """The gate has paid for it, whether or not the box waits for the answer."""
+    slow = {"match": "slow one", "steps": [say("late", delay=60)]}
+    boxed.model.set_scripts([slow, *solve(bash(IN_FLIGHT), say())])
+    boxed.start()
+    [run] = boxed.wait(boxed.label())
+    assert run.state == "completed"
+    answered = [call for call in boxed.model.log if call.usage]
+    record = boxed.record(run.id)
+    assert record.tokens
+    assert record.tokens.total > sum(total(call) for call in answered) + 100
+
+
 def total(call: demo.ModelCall) -> int:
     """The tokens of one call by the model's own log."""
     usage = call.usage

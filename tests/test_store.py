@@ -628,3 +628,15 @@ def test_what_is_kept_of_an_ended_job_has_no_text_and_can_be_published_again(
     assert kept.target == pidispatch.Target("issue", 7)
     assert (kept.branch, work.base) == ("pi/issue-7", "b" * 40)
     assert record.jobId == kept.id
+
+
+def test_a_second_worker_is_refused_by_whatever_name_it_calls_the_file(
+    tmp_path: Path,
+) -> None:
+    """T35: two workers would sweep each other's containers."""
+    pidispatch.Store(tmp_path / "real.db").close()
+    (tmp_path / "link.db").symlink_to(tmp_path / "real.db")
+    held = pidispatch.worker_lock(tmp_path / "real.db")
+    with pytest.raises(pidispatch.ConfigError, match="another worker"):
+        pidispatch.worker_lock(tmp_path / "link.db")
+    held.close()

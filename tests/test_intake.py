@@ -6,11 +6,14 @@ import contextlib
 import hashlib
 import hmac
 import http.client
+import io
 import json
 import logging
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -560,7 +563,7 @@ def test_what_is_wrong_has_its_status_and_ends_the_connection(
         assert headers["connection"] == "close"
         assert raw.ended()
     assert ("allow" in headers) == (wanted == 405)
-    assert "server" not in headers
+    assert not {"server", "date"} & headers.keys()
 
 
 ORDERED = [
@@ -569,6 +572,11 @@ ORDERED = [
     (b"POST /github HTTP/2.0", [b"bad header"], 505),
     (b"BREW /" + LONG + b" HTTP/1.1", [], 501),
     (b"PUT /" + LONG + b" HTTP/1.1", [], 405),
+    (b"BREW /" + LONG * 9, [], 501),
+    (b"GET /github?" + LONG * 9, [], 405),
+    (b"POST /github?" + LONG * 9, [], 414),
+    (b"POST /github?" + LONG + b" HTTP/2.0", [], 505),
+    (b"POST /nowhere?" + LONG + b" HTTP/1.1", [b"bad header"], 414),
     (b"POST /github HTTP/1.1", [b"X: " + LONG * 4, b"Content-Length: -1"], 431),
     (b"POST /github HTTP/1.1", [b"Content-Type: text/xml"], 411),
     (
@@ -614,6 +622,23 @@ def test_harmless_headers_may_repeat_and_latin_1_passes(edge: Edge) -> None:
         b"Host:", b"Via: a\r\nVia: b\r\nX-Odd: caf\xe9 \xff\r\nHost:", 1
     )
     assert ask(edge, data)[0] == 200
+
+
+def test_headers_made_to_be_slow_cost_no_time(edge: Edge) -> None:
+    """Read as a mail, this one takes a second of CPU."""
+    kind = b'Content-Type: multipart/x; a="' + b";" * 32_000
+    began = time.process_time()
+    assert ask(edge, request(POST, b"Content-Length: 2", kind))[0] == 415
+    assert time.process_time() - began < 0.3
+
+
+@pytest.mark.parametrize("size", [10, 60, 200, -1])
+def test_a_request_that_breaks_off_is_400(edge: Edge, size: int) -> None:
+    with Raw(edge) as raw:
+        raw.send(post()[:size])
+        raw.sock.shutdown(socket.SHUT_WR)
+        assert raw.answer()[0] == 400
+        assert raw.ended()
 
 
 def test_types_ignore_case_and_parameters(edge: Edge) -> None:
@@ -750,6 +775,35 @@ def test_kept_connections_give_way_when_all_threads_are_taken(world: World) -> N
         assert time.monotonic() - began < 2
 
 
+def test_the_connection_that_was_idle_longest_gives_way_first(world: World) -> None:
+    health = b"GET /healthz HTTP/1.1\r\n\r\n"
+    with (
+        serving(world.intake, EdgeLimits(threads=3)) as edge,
+        contextlib.ExitStack() as s,
+    ):
+        kept = [s.enter_context(Raw(edge)) for _ in range(3)]
+        for n in (1, 0, 2):
+            kept[n].send(health)
+            assert kept[n].answer()[0] == 200
+            assert until(lambda n=n: len(edge.idle) == (1, 0, 2).index(n) + 1)  # type: ignore[misc]
+        assert ask(edge, post())[0] == 200
+        assert kept[1].ended()
+        for n in (0, 2):
+            kept[n].send(health)
+            assert kept[n].answer()[0] == 200
+
+
+def test_a_client_that_does_not_read_is_let_go(world: World) -> None:
+    limits = EdgeLimits(send_seconds=0.2, linger_seconds=0.1)
+    with serving(world.intake, limits) as edge, Raw(edge) as deaf:
+        deaf.sock.settimeout(0.1)
+        with contextlib.suppress(OSError):
+            while True:
+                deaf.send(b"GET /healthz HTTP/1.1\r\n\r\n" * 1_000)
+        assert until(lambda: not edge._open)
+        assert ask(edge, post())[0] == 200
+
+
 def test_few_large_bodies_are_held_at_once(world: World) -> None:
     limits = EdgeLimits(large=10, larges=1, body_seconds=0.3)
     head = request(POST, b"Content-Type: application/json", b"Content-Length: 50")
@@ -782,6 +836,34 @@ def test_ending_lets_a_request_in_progress_finish(world: World) -> None:
         Raw(edge)
 
 
+def test_a_failing_accept_is_logged_and_the_next_one_is_tried(
+    edge: Edge, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pidispatch"), "propagate", True)
+    real = edge._server.socket
+    failing = [OSError(24, "too many open files")] * 3
+
+    class Full:
+        def accept(self) -> object:
+            if failing:
+                raise failing.pop()
+            return real.accept()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+    monkeypatch.setattr(edge._server, "socket", Full())
+    assert ask(edge, post())[0] == 200
+    assert [r.getMessage() for r in caplog.records].count("edge-failed") == 3
+
+
+def test_the_servers_library_is_imported_only_with_an_edge() -> None:
+    """It takes as long to import as all else."""
+    code = "import sys, pidispatch; sys.exit('socketserver' in sys.modules)"
+    root = Path(pidispatch.__file__).parent
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
 class Faulty(Intake):
     def receive(self, kind: str, headers: Mapping[str, str], body: bytes) -> Answer:
         raise ZeroDivisionError
@@ -797,31 +879,38 @@ def test_a_fault_of_ours_is_503_and_logged(
     assert any(record.exc_info for record in caplog.records)
 
 
-class OneSocket:
+class OneSocket(io.RawIOBase):
     """A socket of given reads that remembers its writes."""
 
     def __init__(self, chunks: Sequence[bytes]) -> None:
         self.chunks = list(chunks)
         self.writes: list[bytes] = []
 
-    def recv(self, size: int) -> bytes:
+    def recv_into(self, buffer: memoryview) -> int:
         chunk = self.chunks.pop(0) if self.chunks else b""
-        assert len(chunk) <= size
-        return chunk
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
 
-    def sendall(self, data: bytes) -> None:
-        self.writes.append(data)
+    def writable(self) -> bool:
+        return True
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        assert name in ("settimeout", "setsockopt", "shutdown")
-        return lambda *_: None
+    def write(self, data: Any) -> int:
+        self.writes.append(bytes(data))
+        return len(data)
+
+    def makefile(self, mode: str, _: int) -> io.BufferedIOBase:
+        return io.BufferedWriter(self) if mode == "wb" else io.BytesIO()
+
+    def settimeout(self, *_: object) -> None:
+        pass
+
+    setsockopt = shutdown = settimeout
 
 
 def converse(edge: Edge, chunks: Sequence[bytes]) -> list[bytes]:
     sock = OneSocket(chunks)
-    with contextlib.suppress(EOFError):
-        connection = pidispatch._Connection(edge, cast(socket.socket, sock))
-        connection.converse()
+    server = edge._server
+    server.RequestHandlerClass(cast(socket.socket, sock), ("127.0.0.1", 9), server)
     return sock.writes
 
 

@@ -43,17 +43,22 @@ export interface ModelRequest {
   readonly style: Style;
   readonly headers: IncomingMessage["headers"];
   readonly raw: string;
-  // biome-ignore lint: the body is whatever the style sends
+  /** Whatever the style sends. */
   readonly body: any;
   /** Text of the last message a user wrote. */
   readonly lastUser: string;
   readonly at: number;
-  /** Requests that were being answered when this one came, itself included. */
+  /** Forks' requests being answered when this one came, itself included if a fork's. */
   readonly inFlight: number;
   /** The client hung up before the answer. */
   gone: boolean;
   /** Tokens of every kind in the answer's usage. */
   billed: number;
+}
+
+interface Answer {
+  readonly status: number;
+  readonly text: string;
 }
 
 const EMPTY: Step = { text: "nothing scripted" };
@@ -112,24 +117,35 @@ export class FakeModel {
     const raw = await read(incoming);
     const style: Style = incoming.url?.includes("/chat/") ? STYLES[0]! : STYLES[1]!;
     const body = JSON.parse(raw);
+    const written = lastUser(body.messages);
+    const weight = written.startsWith("You are fork") ? 1 : 0;
+    this.#inFlight += weight;
     const request: ModelRequest = {
-      ...{
-        style,
-        raw,
-        body,
-        headers: incoming.headers,
-        at: performance.now(),
-        gone: false,
-        billed: 0,
-      },
-      ...{ lastUser: lastUser(body.messages), inFlight: ++this.#inFlight },
+      style,
+      raw,
+      body,
+      headers: incoming.headers,
+      lastUser: written,
+      at: performance.now(),
+      inFlight: this.#inFlight,
+      gone: false,
+      billed: 0,
     };
     this.requests.push(request);
     response.on("close", () => {
-      this.#inFlight--;
       request.gone = !response.writableEnded;
+      if (request.gone) this.#inFlight -= weight;
     });
-    await this.#answer(request, this.#step(request), response);
+    const step = this.#step(request);
+    if (step.hang) return;
+    const { status, text } = await this.#answer(request, step);
+    if (request.gone) return;
+    // Counted as done before the client can know, so that its next request is not one
+    // too many.
+    this.#inFlight -= weight;
+    const type = status === 200 ? "text/event-stream" : "application/json";
+    response.writeHead(status, { "content-type": type });
+    response.end(text);
   }
 
   #step(request: ModelRequest): Step {
@@ -147,39 +163,32 @@ export class FakeModel {
     return step;
   }
 
-  async #answer(
-    request: ModelRequest,
-    step: Step,
-    response: ServerResponse,
-  ): Promise<void> {
-    if (step.hang) return;
+  async #answer(request: ModelRequest, step: Step): Promise<Answer> {
     if (step.together) await this.#meeting(step, step.together);
     // A prefix can be read from the moment its own request begins to be answered, no
     // sooner.
     const { usage, remember } = this.#caches[request.style](request.body);
     await new Promise((done) => setTimeout(done, step.delayMs ?? 0));
     if (step.status) {
-      response.writeHead(step.status, { "content-type": "application/json" });
-      response.end(
-        JSON.stringify({ error: { message: `scripted ${step.status}`, type: "bad" } }),
-      );
-      return;
+      const error = { message: `scripted ${step.status}`, type: "bad" };
+      return { status: step.status, text: JSON.stringify({ error }) };
     }
     remember();
-    response.writeHead(200, { "content-type": "text/event-stream" });
     const events =
       request.style === "openai-completions" ? openaiEvents : anthropicEvents;
     const counted = step.input === undefined ? usage : { ...usage, input: step.input };
     const { input, cacheRead, cacheWrite } = counted;
     request.billed = input + cacheRead + cacheWrite + outputTokens(step);
-    response.end(events(step, counted, ++this.#calls));
+    return { status: 200, text: events(step, counted, ++this.#calls) };
   }
 
   #meeting(step: Step, size: number): Promise<void> {
     return new Promise((go) => {
       const waiting = [...(this.#waiting.get(step) ?? []), go];
       this.#waiting.set(step, waiting);
-      if (waiting.length === size) for (const release of waiting) release();
+      if (waiting.length < size) return;
+      this.#waiting.delete(step);
+      for (const release of waiting) release();
     });
   }
 }

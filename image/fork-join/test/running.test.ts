@@ -36,11 +36,9 @@ async function longParent(
 async function fourForks(t: TestContext, style: Style, prefix: string) {
   const parent = await longParent(t, style, prefix);
   const tools = [{ name: "bash", args: { command: "echo looked" } }];
-  // Replies take a moment, so that no fork can read what another one has just written.
-  const turns = [
-    { tools, delayMs: 50 },
-    { text: "found it", delayMs: 50 },
-  ];
+  // All four are under way before the first is answered, so none can read what another
+  // has just written.
+  const turns: Step[] = [{ tools, together: 4 }, { text: "found it" }];
   const names = ["one", "two", "three", "four"];
   const work = names.map((name) => [name, `look ${name} ${model.script(turns)}`]);
   const result = await parent.fork(tasks(Object.fromEntries(work)));
@@ -146,24 +144,19 @@ test("maxConcurrency 1 runs forks one after the other, in input order", async (t
 test("without maxConcurrency four forks run at once, and eight are the most", async (t) => {
   model.reset();
   const parent = await openParent(t, model);
-  await parent.fork(same(9, [{ text: "done", delayMs: 60 }]));
+  await parent.fork(same(8, [{ text: "done", together: 4 }]));
   assert.equal(peak(), 4);
   model.reset();
-  await parent.fork({
-    ...same(16, [{ text: "done", delayMs: 60 }]),
-    maxConcurrency: 8,
-  });
+  const call = same(16, [{ text: "done", together: 8 }]);
+  await parent.fork({ ...call, maxConcurrency: 8 });
   assert.equal(peak(), 8);
 });
 
 test("eight is the limit of the process, also over two sessions at once", async (t) => {
   model.reset();
   const [a, b] = await Promise.all([openParent(t, model), openParent(t, model)]);
-  const call = () => ({
-    ...same(8, [{ text: "done", delayMs: 80 }]),
-    maxConcurrency: 8,
-  });
-  const results = await Promise.all([a.fork(call()), b.fork(call())]);
+  const call = { ...same(8, [{ text: "done", together: 8 }]), maxConcurrency: 8 };
+  const results = await Promise.all([a.fork(call), b.fork(call)]);
   assert.equal(peak(), 8);
   for (const result of results)
     assert.deepEqual(new Set(statuses(result)), new Set(["ok"]));

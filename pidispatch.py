@@ -3547,6 +3547,10 @@ class Store(Reader):
                 "check the path and its permissions, or restore a backup",
             ) from error
 
+    def never_checkpoint(self) -> None:
+        """Leave the log to the worker's process, which alone may checkpoint."""
+        self._connection.execute("PRAGMA wal_autocheckpoint = 0")
+
     def close(self) -> None:
         with self._waiting:
             self._closed = True
@@ -3582,14 +3586,24 @@ class Store(Reader):
                 ask.done.set()
 
     def _commit(self, asks: list[_Ask]) -> None:
-        """One transaction for all that wait; each in a savepoint of its own."""
+        """One transaction for all that wait.
+
+        When one of them fails all are done again, each in a savepoint of its own:
+        savepoints for everything would double the writer's work.
+        """
         import sqlite3
 
         connection = self._connection
         try:
             connection.execute("BEGIN IMMEDIATE")
-            for ask in asks:
-                ask.answer[:] = [_in_savepoint(connection, ask.do)]
+            try:
+                for ask in asks:
+                    ask.answer[:] = [ask.do(connection)]
+            except Exception:  # told to its caller below
+                connection.execute("ROLLBACK")
+                connection.execute("BEGIN IMMEDIATE")
+                for ask in asks:
+                    ask.answer[:] = [_in_savepoint(connection, ask.do)]
             connection.execute("COMMIT")
         except sqlite3.Error as error:
             if connection.in_transaction:
@@ -3600,10 +3614,12 @@ class Store(Reader):
 
     # -- deliveries ----------------------------------------------------------
 
-    def seen(self, delivery: str, body_sha: str) -> bool:
+    def seen(self, kind: str, delivery: str, body_sha: str) -> bool:
         """Whether this id, or this very body, already made jobs or waits."""
-        sql = "SELECT 1 FROM deliveries WHERE id = ? OR body_sha = ? LIMIT 1"
-        return bool(self._rows(sql, delivery, body_sha))
+        # both sides of OR need an index, or every row is read
+        sql = """SELECT 1 FROM deliveries WHERE id = ? OR (kind = ? AND body_sha = ?)
+                 LIMIT 1"""
+        return bool(self._rows(sql, delivery, kind, body_sha))
 
     def admit(
         self, delivery: Delivery, jobs: Sequence[Job], hourly: int = 0
@@ -6564,7 +6580,10 @@ class Dispatcher:
 
     def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
         """Take over a container that an earlier process started."""
-        attempt = Attempt(claimed, self.settings, "", box=box, started_at=started_at)
+        settings = self.settings
+        with contextlib.suppress(Refused):  # for the record; the run is under way
+            settings = with_overlay(settings)
+        attempt = Attempt(claimed, settings, "", box=box, started_at=started_at)
         _event("job-adopted", claimed.job)
         try:
             self._settle(attempt, self._attend(attempt))
@@ -7181,10 +7200,10 @@ class TriggersFile:
     def _follow_on(self) -> None:
         while not self._stop.is_set():
             try:
+                self.refresh()
                 self._follow()
             except Exception as error:
                 log_event("triggers-watch-failed", logging.ERROR, error=error)
-                self.refresh()
                 self._stop.wait(self.LOOK_ANYWAY / 1000)
 
     def _follow(self) -> None:
@@ -7300,7 +7319,7 @@ class Intake:
             body_sha=body_sha,
             received=self.clock(),
         )
-        if self.store.seen(delivery.id, body_sha):
+        if self.store.seen(event.forge, delivery.id, body_sha):
             return self._known("duplicate")
         found = judge(self.triggers.rules, event, self.own.get(event.forge))
         if isinstance(found, Drop):
@@ -7936,6 +7955,8 @@ class Service:
         if worker:
             self.workers.start()
             self._works = True
+        else:
+            self.store.never_checkpoint()
         self.triggers.watch(
             lambda problem: self.store.set_flag("triggers-problem", problem)
         )

@@ -57,11 +57,19 @@ def test_the_same_delivery_again_is_a_duplicate_also_after_the_job_and_a_restart
     store.close()
 
 
+def test_looking_for_a_duplicate_reads_no_whole_table(store: Store) -> None:
+    asked: list[str] = []
+    store._read.set_trace_callback(asked.append)
+    store.seen("github", "gh-a", "x")
+    plan = store._rows(f"EXPLAIN QUERY PLAN {asked[0]}")
+    assert [row["detail"] for row in plan if "SCAN" in row["detail"]] == []
+
+
 def test_one_signed_body_under_a_new_id_is_a_duplicate(
     store: Store, maker: Maker
 ) -> None:
     assert maker.admit(store, delivery="a", body="same").status == "queued"
-    assert store.seen("gh-b", "same")
+    assert store.seen("github", "gh-b", "same")
     assert maker.admit(store, delivery="b", body="same").status == "duplicate"
 
 
@@ -153,7 +161,7 @@ def test_a_parked_delivery_waits_survives_and_is_admitted_once(
     match = pidispatch.Match(rule, "fix-issue", "pi:urgent")
     assert store.park(delivery, match)
     assert not store.park(delivery, match)
-    assert store.seen("gh-p", "other")
+    assert store.seen("github", "gh-p", "other")
     store.close()
     store = Store(tmp_path / "q.db", clock)
     assert store.due_pending(clock()) == [(delivery, match, 0)]
@@ -176,7 +184,7 @@ def test_a_dropped_delivery_leaves_a_count_and_may_come_again(
     match = pidispatch.Match(maker.rule(), "fix-issue", "x")
     store.park(delivery, match)
     store.settle("gh-p", "not-allowed")
-    assert not store.seen("gh-p", delivery.body_sha)
+    assert not store.seen("github", "gh-p", delivery.body_sha)
     assert store.status(CAPS, 0).counts["not-allowed"] == 1
 
 
@@ -437,10 +445,10 @@ def test_ids_and_records_are_forgotten_31_days_after_the_end(
     store.finish(job, record_of(job), None)
     clock.pass_(30.9 * 86_400)
     store.sweep()
-    assert store.seen("gh-a", "x")
+    assert store.seen("github", "gh-a", "x")
     clock.pass_(0.2 * 86_400)
     store.sweep()
-    assert not store.seen("gh-a", "x")
+    assert not store.seen("github", "gh-a", "x")
     assert store.runs(9) == []
 
 

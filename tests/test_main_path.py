@@ -677,7 +677,63 @@ def test_a_call_in_flight_when_the_box_ends_is_in_its_record(boxed: World) -> No
     assert record.tokens.total > sum(total(call) for call in answered) + 100
 
 
+@pytest.mark.docker
+def test_a_write_forks_branch_stays_in_the_box(boxed: World) -> None:
+    """What a fork committed is the parent's to take; it is published by nobody."""
+    steps = [bash("echo forked > fork.txt"), {"text": "Result: written."}]
+    task = {"id": "w", "task": f"Write it. @@{json.dumps(steps)}", "write": True}
+    fork = {"tools": [{"name": "fork_join", "args": {"tasks": [task]}}]}
+    boxed.model.set_scripts(solve(fork, bash(COMMIT), say()))
+    boxed.start()
+    [run] = boxed.wait(boxed.label())
+    assert run.state == "completed"
+    told = json.dumps(boxed.model.log[-1].body["messages"])
+    assert "Branch: pi-fork/" in told, "the fork kept its work on a branch"
+    assert sorted(boxed.repo.branches) == ["main", "pi/issue-7"]
+    objects = boxed.repo.git.git("cat-file", "--batch-all-objects", "--batch-check")
+    blobs = [line.split()[0] for line in objects.splitlines() if " blob " in line]
+    texts = [boxed.repo.git.git("cat-file", "blob", blob) for blob in blobs]
+    assert not any("forked" in text for text in texts)
+
+
 def total(call: demo.ModelCall) -> int:
     """The tokens of one call by the model's own log."""
     usage = call.usage
     return usage.input + usage.output + usage.cacheRead + usage.cacheWrite
+
+
+# -- a bundle that is not what it says ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "detail"),
+    [
+        (
+            lambda data: data.replace(b"refs/pidispatch/result", b"refs/heads/main"),
+            "wrong-ref",
+        ),
+        (lambda data: data[: len(data) // 2], "bad-object"),
+        (lambda data: b"#!/bin/sh\ntouch /tmp/executed\n", "bad-header"),
+    ],
+)
+def test_a_hostile_bundle_is_refused_recorded_and_pushed_nowhere(
+    world: World, monkeypatch: pytest.MonkeyPatch, spoil: Any, detail: str
+) -> None:
+    collect = demo.ProcessBox.collect
+
+    def spoiled(self: demo.ProcessBox, into: Path) -> pidispatch.BoxExit:
+        ended = collect(self, into)
+        assert ended.bundle
+        ended.bundle.write_bytes(spoil(ended.bundle.read_bytes()))
+        return ended
+
+    monkeypatch.setattr(demo.ProcessBox, "collect", spoiled)
+    world.start()
+    before = dict(world.repo.branches)
+    [run] = world.wait(world.label())
+    assert (run.state, run.reason) == ("completed", "bundle-refused")
+    assert world.record(run.id).reason == "bundle-refused"
+    assert world.repo.branches == before
+    assert world.pulls() == {}
+    [comment] = [text for text in world.comments() if "bundle-refused" in text]
+    assert detail in comment

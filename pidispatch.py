@@ -265,6 +265,7 @@ END_REASONS = (
     *POLICY_REASONS,
     "no-result",
     "infra",
+    "gate-lost",
     "operator-cancel",
     "shutdown",
     "oom-killed",
@@ -4400,6 +4401,8 @@ class Box(Protocol):
 
     def wait(self, seconds: int) -> bool: ...
 
+    def tend(self) -> bool: ...
+
     def stop(self) -> None: ...
 
     def collect(self, into: Path) -> BoxExit: ...
@@ -4426,26 +4429,41 @@ class Engine(Protocol):
 def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
     """The gate's running totals, its forks, and whether the budget was spent.
 
-    Only the last call line counts: totals run, so a rotated log loses nothing.
+    Totals run within one life of the gate, so only a life's last call counts and
+    a rotated log loses nothing; a gate that was started again adds its own.
     """
-    total: dict[str, Any] | None = None
+    lives: list[dict[str, Any]] = [{}]
     spent = False
     for line in lines:
         event = _json_line(line)
+        if event.get("event") == "listening":
+            lives.append({})
         if event.get("event") == "call" and isinstance(event.get("sum"), dict):
-            total = event["sum"]
+            lives[-1] = event["sum"]
         spent = spent or (
             event.get("event") == "refused" and event.get("reason") == "budget"
         )
-    if total is None:
+    totals = [life for life in lives if life]
+    if not totals:
         return None, None, spent
-    forks = [row for row in total.get("forks", {}).values() if isinstance(row, dict)]
-    costs = [row["cost"] for row in forks if row.get("cost") is not None]
-    return (
-        msgspec.convert({k: total.get(k) for k in Tokens.__struct_fields__}, Tokens),
-        Forks(len(forks), sum(r.get("total", 0) for r in forks), sum(costs) or None),
-        spent,
+    forks: dict[str, Any] = {}
+    for life in totals:
+        forks |= {f"{len(forks)} {name}": row for name, row in life["forks"].items()}
+    return _tokens_of(totals), _forks_of(list(forks.values())), spent
+
+
+def _tokens_of(totals: Sequence[Mapping[str, Any]]) -> Tokens:
+    counts = ("input", "output", "cacheRead", "cacheWrite", "total")
+    costs = [life["cost"] for life in totals if life.get("cost") is not None]
+    cost = sum(costs) if len(costs) == len(totals) else None
+    return Tokens(
+        **{name: sum(it[name] for it in totals) for name in counts}, cost=cost
     )
+
+
+def _forks_of(rows: Sequence[Mapping[str, Any]]) -> Forks:
+    costs = [row["cost"] for row in rows if row.get("cost") is not None]
+    return Forks(len(rows), sum(row["total"] for row in rows), sum(costs) or None)
 
 
 def result_of(lines: Sequence[str]) -> Result | None:
@@ -4799,6 +4817,7 @@ class DockerBox:
         self.name, self.gate = container_name(job), gate_name(job)
         self._gate_thread: threading.Thread | None = None
         self._gate_error: Exception | None = None
+        self._restarted = False
         self.spec: BoxSpec | None = None
 
     @classmethod
@@ -4867,13 +4886,46 @@ class DockerBox:
             api.connect_container_to_network(
                 self.gate, self.engine.settings.gate_network
             )
-        # attached before the start, so that the line is the first thing it reads
+        self._speak(spec.gate_line)
+
+    def _speak(self, line: bytes) -> None:
+        """Start the gate; attached before, so that the line is what it reads first."""
+        api = self.engine.api
         socket = api.attach_socket(self.gate, {"stdin": 1, "stream": 1})
         try:
             api.start(self.gate)
-            _send(socket, spec.gate_line + b"\n")
+            _send(socket, line + b"\n")
         finally:
             socket.close()
+
+    def tend(self) -> bool:
+        """Whether the gate stands; one that died is started again, once.
+
+        It is told what was spent before. An adopted box knows no line to say, so
+        there a dead gate is lost at once.
+        """
+        with engine_answers():
+            if self._running(self.gate):
+                return True
+            if self.spec is None or self._restarted:
+                return False
+            self._restarted = True
+            tokens, _, _ = meter_of(self._lines(self.gate, "all"))
+            terms = json.loads(self.spec.gate_line)
+            terms["spent"] = tokens.total if tokens else 0
+            self._speak(json.dumps(terms).encode())
+        log_event("gate-restarted", logging.WARNING, job=self.job)
+        return True
+
+    def _running(self, container: str) -> bool:
+        import docker
+
+        try:
+            return bool(
+                self.engine.api.inspect_container(container)["State"]["Running"]
+            )
+        except docker.errors.NotFound:
+            return False
 
     def _gate_host_config(self) -> Any:
         assert self.spec
@@ -6120,6 +6172,8 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
     The runner's line never classifies; it only names the reason of exit 2, and
     its presence tells a finished run from one that was cut off.
     """
+    if stopped == "gate-lost":
+        return Verdict("retry", "gate-lost")
     if stopped:
         return Verdict("failed" if stopped == "shutdown" else "policy", stopped)
     if ended.budget_spent:
@@ -6616,6 +6670,8 @@ class Dispatcher:
         assert box and attempt.started_at is not None
         while not self._patiently(lambda: box.wait(1)):
             reason = self._patiently(lambda: self._stop_reason(attempt))
+            if reason is None and not self._patiently(box.tend):
+                reason = "gate-lost"
             if reason:
                 self._patiently(box.stop)
                 return reason

@@ -3181,6 +3181,10 @@ class ProcessBox:
             return False
         return True
 
+    def tend(self) -> bool:
+        """Whether the gate's process runs; it is not started again here."""
+        return self._gate.poll() is None
+
     def stop(self) -> None:
         """TERM, ten seconds, KILL."""
         self._runner.terminate()

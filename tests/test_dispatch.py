@@ -64,6 +64,7 @@ DONE = Result(0, None, 3, 1)
         ),
         (BoxExit(code=1, budget_spent=True), None, ("policy", "token-budget")),
         (BoxExit(code=0, result=DONE), "timeout", ("policy", "timeout")),
+        (BoxExit(code=143), "gate-lost", ("retry", "gate-lost")),
         (BoxExit(code=143), "operator-cancel", ("policy", "operator-cancel")),
         (BoxExit(code=137), "shutdown", ("failed", "shutdown")),
         (
@@ -121,6 +122,16 @@ def test_forks_are_summed_and_a_spent_budget_is_seen() -> None:
     assert spent
 
 
+def test_a_gate_that_was_started_again_adds_to_its_first_life() -> None:
+    listening = json.dumps({"event": "listening", "port": 8080})
+    fork = {"c/a": {"total": 5, "cost": 0.1}}
+    lines = [listening, call(1, 10), call(2, 25, **fork)]
+    lines += [listening, call(1, 7, **fork), "noise"]
+    tokens, forks, _ = pidispatch.meter_of(lines)
+    assert tokens == pidispatch.Tokens(32, 0, 0, 0, 32, 1.0)
+    assert forks == pidispatch.Forks(2, 10, 0.2)
+
+
 def test_no_call_is_no_figure_rather_than_zero() -> None:
     assert pidispatch.meter_of(['{"event":"listening","port":1}']) == (
         None,
@@ -174,6 +185,9 @@ class FakeBox:
         self.engine.waited()
         return self.engine.ends.is_set()
 
+    def tend(self) -> bool:
+        return self.engine.gate_stands
+
     def stop(self) -> None:
         self.engine.log.append("stop")
 
@@ -199,6 +213,7 @@ class FakeEngine:
     start_error: Exception | None = None
     ends: threading.Event = field(default_factory=threading.Event)
     models: dict[str, Any] = field(default_factory=dict)
+    gate_stands: bool = True
     waited: Callable[[], object] = lambda: None
 
     def image(self, tag: str) -> pidispatch.Image | None:
@@ -1048,3 +1063,16 @@ def test_a_token_left_by_a_killed_git_is_swept_while_we_run(tmp_path: Path) -> N
     os.utime(left, (old, old))
     pidispatch.sweep_files(settings, time.time())
     assert (left.exists(), fresh.exists()) == (False, True)
+
+
+def test_a_run_whose_gate_is_lost_is_stopped_and_retried_once(bench: Bench) -> None:
+    bench.engine.ends.clear()
+    bench.engine.gate_stands = False
+    bench.engine.exits += [BoxExit(code=143), BoxExit(code=143)]
+    [run] = bench.run()
+    assert run.state == "queued"
+    assert bench.engine.log[-2:] == ["stop", "remove"]
+    bench.clock.pass_(60)
+    [run] = bench.work()
+    assert (run.state, run.reason) == ("failed", "gate-lost")
+    assert bench.used() == 2

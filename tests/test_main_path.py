@@ -507,6 +507,32 @@ def most_at_once(world: World, since: float) -> int:
     return most
 
 
+# -- a gate that dies ------------------------------------------------------------
+
+
+@pytest.mark.docker
+def test_a_gate_that_dies_is_started_again_once_and_the_meter_goes_on(
+    boxed: World, docker_client: Any
+) -> None:
+    wait = "until [ -e /tmp/go ]; do sleep 0.1; done"
+    boxed.model.set_scripts(solve(bash(wait), bash(COMMIT), say()))
+    boxed.start()
+    jobs = boxed.label()
+    boxed.wait_for(lambda: boxed.model.log)
+    [gate] = boxed.containers("gate")
+    docker_client.kill(gate["Id"])
+    boxed.wait_for(lambda: boxed.containers("gate"))
+    [box] = boxed.containers()
+    go = docker_client.exec_create(box["Id"], ["touch", "/tmp/go"])
+    docker_client.exec_start(go["Id"])
+    [run] = boxed.wait(jobs)
+    assert run.state == "completed"
+    tokens = boxed.record(run.id).tokens
+    assert tokens
+    assert tokens.total == sum(total(call) for call in boxed.model.log)
+    assert boxed.nothing_left()
+
+
 # -- request targets --------------------------------------------------------------
 
 

@@ -72,6 +72,16 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def _logger_as_it_was() -> Iterator[None]:
+    """A test that sets up the log leaves it to no other one."""
+    log = pidispatch.log
+    handlers, propagate, level = list(log.handlers), log.propagate, log.level
+    yield
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
+
+
 @dataclass
 class FakeClock:
     """Seconds that pass only when a test says so."""

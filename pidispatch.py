@@ -277,16 +277,12 @@ END_REASONS = (
 
 Outcome = Literal["completed", "policy", "failed"]
 
+
 #: The life of a job row. `starting` is entered by the transaction that reserves
 #: the caps; `publishing` means paid for, recorded, and not yet published.
-STATES = (
-    "queued",
-    "claimed",
-    "starting",
-    "running",
-    "publishing",
-    "done",
-)
+JOB_STATES = ("queued", "claimed", "starting", "running", "publishing", "done")
+DELIVERY_STATES = ("pending", "admitted")
+LEDGER_STATES = ("reserved", "kept", "released")
 
 
 class Provider(msgspec.Struct, frozen=True):
@@ -993,11 +989,6 @@ def mirror_name(kind: str, repo: str) -> str:
     """A file name for the repository's mirror: readable, unique, short."""
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", repo)[:60]
     return f"{kind}-{readable}-{_digest(f'{kind} {repo}', 12)}.git"
-
-
-def local_id(folder: str, flow: str | None, task: str, minute: str) -> str:
-    parts = "\0".join((folder, flow or "", task, minute))
-    return "local-" + _digest(parts, 16)
 
 
 def cron_id(name: str, scheduled: int) -> str:
@@ -3699,12 +3690,6 @@ class Store(Reader):
         if not self._rows(_READY, now):
             return None
         return self._write(lambda db: _claim(db, now))
-
-    def next_due(self) -> float | None:
-        """When the next deferred job may run, seconds since the epoch."""
-        sql = "SELECT min(not_before) FROM jobs WHERE state = 'queued'"
-        due: float | None = self._rows(sql)[0][0]
-        return due
 
     def defer(self, claimed: Claimed, until: float) -> None:
         """Put a job back with a time; costs nothing and uses no attempt."""
@@ -6459,10 +6444,11 @@ class Dispatcher:
 
     def check_version(self, attempt: Attempt) -> None:
         """Fields whose feature this version lacks refuse, they never do nothing."""
-        lacking = {"resume": attempt.job.run.resume, "publish: agent": None}
-        if attempt.publish == "agent":
-            lacking["publish: agent"] = True
-        for name, wanted in lacking.items():
+        lacking = (
+            ("resume", attempt.job.run.resume),
+            ("publish: agent", attempt.publish == "agent"),
+        )
+        for name, wanted in lacking:
             if wanted:
                 raise Refused(
                     "not-in-this-version",
@@ -6507,9 +6493,9 @@ class Dispatcher:
         """A look only: a job that cannot start must mint and clone nothing."""
         reason = self.store.peek_caps(Caps.of(attempt.settings))
         if reason:
-            raise self._over(reason, attempt)
+            raise self._over(reason)
 
-    def _over(self, reason: str, attempt: Attempt) -> Refused:
+    def _over(self, reason: str) -> Refused:
         return Refused(
             reason,
             "the cap on jobs is used up",
@@ -6595,7 +6581,7 @@ class Dispatcher:
     def reserve(self, attempt: Attempt) -> None:
         reason = self.store.start(attempt.claimed, Caps.of(attempt.settings))
         if reason:
-            raise self._over(reason, attempt)
+            raise self._over(reason)
         attempt.started_at = self.clock()
 
     # -- one job -------------------------------------------------------------

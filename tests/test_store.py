@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 from datetime import datetime
@@ -648,3 +649,13 @@ def test_a_second_worker_is_refused_by_whatever_name_it_calls_the_file(
     with pytest.raises(pidispatch.ConfigError, match="another worker"):
         pidispatch.worker_lock(tmp_path / "link.db")
     held.close()
+
+
+def test_every_state_in_the_sql_stands_in_the_vocabulary() -> None:
+    source = Path(pidispatch.__file__).read_text()
+    found = re.findall(r"\bstate\s*(?:=|<>|IN)\s*((?:\('[^)]*'\))|'[a-z]+')", source)
+    written = {word for text in found for word in re.findall("[a-z]+", text)}
+    known = {*pidispatch.JOB_STATES, *pidispatch.DELIVERY_STATES}
+    known |= set(pidispatch.LEDGER_STATES)
+    assert len(written) > 6
+    assert written <= known, written - known

@@ -101,7 +101,7 @@ JOB_SECONDS = 1_800
 MAX_BODY_BYTES = 25 * 1024 * 1024
 MAX_NUMBER = 2**53
 
-TargetType = Literal["issue", "pull_request"]
+TargetType = Literal["issue", "pull_request", "local"]
 ForgeKind = Literal["github", "gitlab", "forgejo", "azure"]
 
 
@@ -188,7 +188,9 @@ FORGES: dict[str, ForgeRow] = {
 
 REVIEW_STATES = ("approved", "changes_requested", "commented")
 TOOLS = ("read", "bash", "edit", "write", "grep", "find", "ls")
-SHIPPED_FLOWS = ("fix-issue", "review")
+SHIPPED_FLOWS = ("fix-issue", "review", "task")
+#: The kind of a job that works in a folder of the operator's; it has no forge.
+LOCAL = "local"
 
 #: Why a delivery that was understood starts nothing (20-deliveries).
 DROP_REASONS = (
@@ -231,6 +233,7 @@ REFUSALS = (
     "over-budget",
     "soft-hold",
     "dirty-tree",
+    "folder-unusable",
     "local-needs-local-engine",
     "engine-not-isolating",
     "not-in-this-version",
@@ -685,7 +688,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "PI_LOG_RETENTION_DAYS", _integer(0), 30, "Days captured logs are kept."
     )
     on_failure: Path | None = _setting(
-        "PI_ON_FAILURE", _path, None, "Program called with job id, outcome, reason."
+        "PI_ON_FAILURE",
+        _path,
+        None,
+        "Program called with job id, outcome and reason of a run that did not "
+        "complete; 10 seconds, no shell, nothing of our environment but PATH and HOME.",
     )
     webhook_secret: tuple[str, ...] = _setting(
         "WEBHOOK_SECRET", _secrets, (), "GitHub's webhook secrets, comma separated."
@@ -910,10 +917,11 @@ def _digest(text: str, length: int = 32) -> str:
 def delivery_name(delivery: str) -> str:
     """The delivery id as it stands in names: itself when safe, else a hash.
 
-    An id that ends like a replica suffix is hashed too, so that `x-r1` and
-    replica 1 of `x` can never share a name.
+    An id that ends like a suffix of ours is hashed too, so that `x-r1` and
+    replica 1 of `x`, or `x-again1` and a replay of `x`, never share a name.
     """
-    if _SAFE_ID.fullmatch(delivery) and not re.search(r"-r[0-9]+$", delivery):
+    suffixed = re.search(r"-(?:r|again)[0-9]+$", delivery)
+    if _SAFE_ID.fullmatch(delivery) and not suffixed:
         return delivery
     return "h" + _digest(delivery)
 
@@ -936,8 +944,28 @@ def job_id(kind: str, delivery: str, replica: int | None = None) -> str:
     return set_id(kind, delivery) + (f"-{suffix}" if suffix else "")
 
 
+def again_id(job: str, k: int) -> str:
+    """The id of a job's k-th replay; a replay's own replays count on."""
+    return f"{re.sub(r'-again[0-9]+$', '', job)}-again{k}"
+
+
+def local_id(folder: Path, flow: str, task: str, minute: int) -> str:
+    """One run of a folder; the same words in the same minute are the same run."""
+    return "local-" + _digest("\0".join((str(folder), flow, task, str(minute))), 16)
+
+
+def folder_key(folder: Path) -> str:
+    """By what name the queue knows a folder; no path is kept beside a job."""
+    return _digest(str(folder), 16)
+
+
 def target_name(kind: str, repo: str, target_type: str, number: int) -> str:
-    """`owner/repo#7`; `!` where requests are numbered apart from issues."""
+    """`owner/repo#7`; `!` where requests are numbered apart from issues.
+
+    A local job's is `local:<name of the folder>`.
+    """
+    if kind == LOCAL:
+        return f"{LOCAL}:{repo}"
     request = target_type == "pull_request"
     separator = FORGES[kind].request_separator if request else "#"
     return f"{repo}{separator}{number}"
@@ -1341,7 +1369,7 @@ def _phrase_fault(phrase: str) -> str | None:
     return None
 
 
-def _folder_fault(folder: str) -> str | None:
+def folder_fault(folder: str) -> str | None:
     """Why a folder is not the top of a git work tree (its `.git` decides)."""
     path = Path(folder)
     if not path.is_absolute():
@@ -1478,7 +1506,7 @@ _RUN: dict[str, _Row] = {
         "must be a repository's name, without '/' and without spaces around it",
     ),
     "folder": _Row(
-        _Text, "must be an absolute path", ("local",), True, fault=_folder_fault
+        _Text, "must be an absolute path", ("local",), True, fault=folder_fault
     ),
     "task": _Row(_Text, "must say what to do", ("local",), True),
     "allowDirty": _Row(*_SWITCH, ("local",)),
@@ -2192,14 +2220,17 @@ def _match_comment(
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a job exists: the event, who acted (an id), the rule and its match."""
+    """Why a job exists: the event, who acted (an id), the rule and its match.
+
+    A run that an operator asked for has no rule: `index` and `type` are None.
+    """
 
     event: str
     action: str | None = None
     delivery: str
     sender: str
-    index: int
-    type: str
+    index: int | None
+    type: str | None
     by: str
 
 
@@ -2207,7 +2238,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run to be made: the queue's payload, also read by prompts and box.
 
     `set` is the id shared by the replicas of one delivery. `replica` and
-    `replicas` are absent, not null, on a plain job.
+    `replicas` are absent, not null, on a plain job. A local job's `repo` is the
+    name of its folder, and `run.folder` and `run.task` say the rest.
     """
 
     id: str
@@ -2233,16 +2265,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return branch_name(self.target.number, self.replica)
 
     @property
+    def local(self) -> bool:
+        """Whether it works in place in a folder: no forge, no branch, no request."""
+        return self.kind == LOCAL
+
+    @property
     def title(self) -> str:
         """`owner/repo#7`, as records and logs name the target."""
         return target_name(self.kind, self.repo, self.target.type, self.target.number)
 
     def without_text(self) -> Job:
-        """What is kept of a job that can run no more: numbers, ids, fixed words."""
+        """What is kept of a job that can run no more: numbers, ids, its rule.
+
+        The rule's own instructions stay, for a replay; the item's text does not,
+        nor do a folder and its task.
+        """
         return msgspec.structs.replace(
             self,
             target=Target(self.target.type, self.target.number),
-            run=msgspec.structs.replace(self.run, instructions=None),
+            run=msgspec.structs.replace(self.run, folder=None, task=None),
             comment=None,
             review=None,
         )
@@ -2277,6 +2318,46 @@ def fan_out(match: Match, event: Event) -> tuple[Job, ...]:
     if n is None:
         return (plain,)
     return tuple(_replica(plain, event, i, n) for i in range(1, n + 1))
+
+
+def cron_job(rule: Rule, scheduled: int) -> Job:
+    """The one job of a cron rule's due time, unix seconds; never replicas."""
+    name = cron_id(str(rule.on.id), scheduled)
+    trigger = Trigger(
+        event="cron",
+        delivery=name,
+        sender="",
+        index=rule.index,
+        type=rule.on.type,
+        by=str(rule.on.id),
+    )
+    return _local_job(name, rule.run, trigger)
+
+
+def local_job(run: Run, now: float) -> Job:
+    """The job of one `pidispatch run`, asked for at `now` (seconds)."""
+    assert run.folder and run.task
+    name = local_id(Path(run.folder), run.flow, run.task, int(now // 60))
+    trigger = Trigger(
+        event="run", delivery=name, sender="", index=None, type=None, by=""
+    )
+    return _local_job(name, run, trigger)
+
+
+def _local_job(name: str, run: Run, trigger: Trigger) -> Job:
+    """The folder is named as the system resolves it: one tree, one name."""
+    folder = Path(str(run.folder)).resolve()
+    return Job(
+        id=name,
+        set=name,
+        kind=LOCAL,
+        repo=folder.name,
+        target=Target("local", 0),
+        flow=run.flow,
+        dedup=dedup_key(name, run.flow),
+        run=msgspec.structs.replace(run, folder=str(folder)),
+        trigger=trigger,
+    )
 
 
 def _key_of(event: Event, flow: str, replica: int | None = None) -> str:
@@ -2365,6 +2446,8 @@ class Forge(Protocol):
     def clone_url(self, repo: str) -> str: ...
 
     def default_branch(self, repo: str) -> str: ...
+
+    def item(self, repo: str, target: Target) -> Target: ...
 
     def comment(self, repo: str, target: Target, text: str, marker: str) -> None: ...
 
@@ -2975,6 +3058,13 @@ class GitHub(ApiForge):
         what, path, token = "read the repository", f"/repos/{repo}", self._token(repo)
         return self._call(what, _GitHubDefault, "GET", path, token).default_branch
 
+    def item(self, repo: str, target: Target) -> Target:
+        """The issue or pull request as it reads now: the issues API has both."""
+        what, path = "read the item", f"/repos/{repo}/issues/{target.number}"
+        found = self._call(what, _GitHubItem, "GET", path, self._token(repo))
+        title, body = _str(found.title), _str(found.body)
+        return Target(target.type, target.number, title, body)
+
     def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
         """Post once: a comment of ours that holds the marker is the same one."""
         path = f"/repos/{repo}/issues/{target.number}/comments"
@@ -3286,9 +3376,22 @@ CREATE TABLE poll_cursors (
 ) STRICT;
 """
 
+#: `folder` is the key of a local job's folder; `seen_at` the latest due time of a
+#: cron rule that was dealt with, for the `schedule` it had then.
+_SCHEMA_SCHEDULE = """
+ALTER TABLE jobs ADD COLUMN folder TEXT;
+CREATE INDEX jobs_folder ON jobs (folder) WHERE folder IS NOT NULL;
+CREATE TABLE cron (
+    id TEXT PRIMARY KEY, schedule TEXT NOT NULL, seen_at REAL NOT NULL
+) STRICT;
+"""
+
 #: Names of the migrations this version knows, oldest first; a file that has
 #: another one was written by a newer pidispatch and is left alone.
-_MIGRATIONS: tuple[tuple[str, str], ...] = (("001-first", _SCHEMA_1),)
+_MIGRATIONS: tuple[tuple[str, str], ...] = (
+    ("001-first", _SCHEMA_1),
+    ("002-schedule", _SCHEMA_SCHEDULE),
+)
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
@@ -3684,12 +3787,56 @@ class Store(Reader):
 
     # -- jobs ----------------------------------------------------------------
 
-    def claim(self) -> Claimed | None:
-        """Take the oldest job that may run now, or None. Takes no budget."""
+    def claim(self, only: str | None = None) -> Claimed | None:
+        """Take the oldest job that may run now, or None. Takes no budget.
+
+        A job whose folder another job has in hand waits where it is. `only` names
+        the one job that is wanted.
+        """
         now = self.clock()
         if not self._rows(_READY, now):
             return None
-        return self._write(lambda db: _claim(db, now))
+        return self._write(lambda db: _claim(db, now, only))
+
+    def holder(self, job: str) -> str | None:
+        """The job that has in hand the folder which this one waits for, if any."""
+        sql = """SELECT other.id FROM jobs JOIN jobs AS other USING (folder)
+                 WHERE jobs.id = ? AND other.seq <> jobs.seq
+                 AND other.state IN ('claimed', 'starting', 'running') LIMIT 1"""
+        rows = self._rows(sql, job)
+        return rows[0][0] if rows else None
+
+    def admit_local(self, job: Job) -> tuple[str, bool]:
+        """Queue a run of a folder; the id it has, and whether it is a new one.
+
+        One asked for twice in a minute is one run, unless the first was refused
+        before it cost anything: then it is asked again, as `<id>-again<k>`.
+        """
+        answer = self._write(lambda db: _admit_local(db, job, self.clock()))
+        self.work.set()
+        return answer
+
+    def schedules(self, wanted: Mapping[str, str]) -> dict[str, float]:
+        """The due times last dealt with, by cron id, for the rules now in force.
+
+        A rule that is new, or has another schedule than before, begins now; one
+        that is gone is forgotten. A memory of more than a day ahead is a wrong
+        clock's and begins now as well.
+        """
+        now = self.clock()
+        return self._write(lambda db: _schedules(db, wanted, now))
+
+    def fire(self, cron: str, due: float, job: Job) -> bool:
+        """Queue a cron rule's job and remember its due time, in one transaction.
+
+        False when nothing was queued: that time was dealt with before, or a run
+        of the same rule still waits and does for both.
+        """
+        now = self.clock()
+        fired = self._write(lambda db: _fire(db, cron, due, job, now))
+        if fired:
+            self.work.set()
+        return fired
 
     def defer(self, claimed: Claimed, until: float) -> None:
         """Put a job back with a time; costs nothing and uses no attempt."""
@@ -3888,6 +4035,23 @@ class Outside(Reader):
         self._write(lambda db: db.execute(sql, (job,)))
         return run.state
 
+    def replayable(self, job: str) -> Job:
+        """A job that has ended and can be made again. Raises `ConfigError`."""
+        _, record, _ = self.run(job)
+        sql = "SELECT payload FROM jobs WHERE id = ?"
+        found = msgspec.json.decode(self._rows(sql, job)[0][0], type=Job)
+        if record is None:
+            why = f"{job} has not ended"
+            raise ConfigError(why, f"wait, or end it: `pidispatch cancel {job}`")
+        if found.local:
+            why = f"{job} ran in a folder; there is no item to read again"
+            raise ConfigError(why, "pidispatch run FOLDER --task …")
+        return found
+
+    def replay(self, job: Job) -> str:
+        """Queue the job once more, outside its window; returns its new id."""
+        return self._write(lambda db: _replay(db, job, self.clock()))
+
     def kept(self, job: str) -> tuple[Job, Workspace, Record]:
         """What is needed to publish a job again. Raises `ConfigError`."""
         _, record, _ = self.run(job)
@@ -3906,6 +4070,19 @@ class Outside(Reader):
 
     def published(self, job: str, request: Request | None) -> None:
         self._write(lambda db: _published(db, job, request, None))
+
+
+def _replay(db: sqlite3.Connection, job: Job, now: float) -> str:
+    """Its delivery row keeps the commits that its attempts share, as any set's.
+
+    No target stands in it: an operator's replay is no delivery of the hour.
+    """
+    again = _again(db, job)
+    sql = """INSERT INTO deliveries (id, kind, state, body_sha, received_at, event_at,
+             target) VALUES (?1, ?2, 'admitted', ?1, ?3, ?3, '')"""
+    db.execute(sql, (again.id, again.kind, now))
+    _queue_job(db, again, now)
+    return again.id
 
 
 def _in_savepoint(
@@ -4011,13 +4188,18 @@ def _put_delivery(
     db.execute(sql, values)
 
 
-def _put_job(db: sqlite3.Connection, job: Job, when: float, now: float) -> None:
+def _queue_job(db: sqlite3.Connection, job: Job, now: float) -> None:
     payload = msgspec.json.encode(job).decode()
+    folder = folder_key(Path(job.run.folder)) if job.run.folder else None
     db.execute(
-        """INSERT INTO jobs (id, set_id, state, payload, queued_at)
-           VALUES (?, ?, 'queued', ?, ?)""",
-        (job.id, job.set, payload, now),
+        """INSERT INTO jobs (id, set_id, state, payload, queued_at, folder)
+           VALUES (?, ?, 'queued', ?, ?, ?)""",
+        (job.id, job.set, payload, now, folder),
     )
+
+
+def _put_job(db: sqlite3.Connection, job: Job, when: float, now: float) -> None:
+    _queue_job(db, job, now)
     db.execute(
         "INSERT INTO windows (kind, key, opened_at, job_id) VALUES (?, ?, ?, ?)",
         (job.kind, job.dedup, when, job.id),
@@ -4042,14 +4224,84 @@ _READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND not_before <= ?
             AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused') LIMIT 1"""
 
 
-def _claim(db: sqlite3.Connection, now: float) -> Claimed | None:
-    sql = """UPDATE jobs SET state = 'claimed', claim = ?
+def _claim(db: sqlite3.Connection, now: float, only: str | None) -> Claimed | None:
+    """A folder is one job's from its claim to its record, a retry's wait included."""
+    sql = """UPDATE jobs SET state = 'claimed', claim = ?1
              WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
-                          AND not_before <= ? ORDER BY seq LIMIT 1)
+                          AND not_before <= ?2 AND (?3 IS NULL OR id = ?3)
+                          AND (folder IS NULL OR NOT EXISTS (
+                              SELECT 1 FROM jobs AS other
+                              WHERE other.folder = jobs.folder
+                              AND other.seq <> jobs.seq
+                              AND (other.state IN ('claimed', 'starting', 'running')
+                                   OR other.state = 'queued' AND other.attempt > 0)))
+                          ORDER BY seq LIMIT 1)
              AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
              RETURNING payload, claim, attempt, queued_at, deferrals"""
-    rows = db.execute(sql, (random_hex(8), now)).fetchall()
+    rows = db.execute(sql, (random_hex(8), now, only)).fetchall()
     return _claimed_of(rows[0]) if rows else None
+
+
+def _admit_local(db: sqlite3.Connection, job: Job, now: float) -> tuple[str, bool]:
+    sql = """SELECT jobs.id, runs.record FROM jobs LEFT JOIN runs
+             ON runs.job_id = jobs.id WHERE jobs.id = ? OR jobs.id LIKE ? || '-again%'
+             ORDER BY jobs.seq DESC LIMIT 1"""
+    last = db.execute(sql, (job.id, job.id)).fetchone()
+    if last is None:
+        _queue_job(db, job, now)
+        return job.id, True
+    record = (
+        msgspec.json.decode(last["record"], type=Record) if last["record"] else None
+    )
+    if record is None or record.budgetReserved:
+        return str(last["id"]), False
+    again = _again(db, job)
+    _queue_job(db, again, now)
+    return again.id, True
+
+
+def _again(db: sqlite3.Connection, job: Job) -> Job:
+    """The job under the first free id of a replay; it is a set of its own."""
+    for k in itertools.count(1):
+        name = again_id(job.id, k)
+        if not db.execute("SELECT 1 FROM jobs WHERE id = ?", (name,)).fetchone():
+            return msgspec.structs.replace(job, id=name, set=name)
+    raise AssertionError("unreachable")
+
+
+def _schedules(
+    db: sqlite3.Connection, wanted: Mapping[str, str], now: float
+) -> dict[str, float]:
+    kept = {row["id"]: row for row in db.execute("SELECT * FROM cron").fetchall()}
+    for name in kept.keys() - wanted.keys():
+        db.execute("DELETE FROM cron WHERE id = ?", (name,))
+    seen: dict[str, float] = {}
+    for name, schedule in wanted.items():
+        row = kept.get(name)
+        if row and row["schedule"] == schedule and row["seen_at"] <= now + DAY:
+            seen[name] = row["seen_at"]
+            continue
+        db.execute(
+            "INSERT OR REPLACE INTO cron (id, schedule, seen_at) VALUES (?, ?, ?)",
+            (name, schedule, now),
+        )
+        seen[name] = now
+    return seen
+
+
+def _fire(db: sqlite3.Connection, cron: str, due: float, job: Job, now: float) -> bool:
+    sql = "UPDATE cron SET seen_at = ? WHERE id = ? AND seen_at < ?"
+    if db.execute(sql, (due, cron, due)).rowcount != 1:
+        return False
+    sql = """SELECT 1 FROM jobs WHERE id = ?1 OR (state = 'queued' AND attempt = 0
+             AND json_extract(payload, '$.trigger.type') = 'cron'
+             AND json_extract(payload, '$.trigger.by') = ?2) LIMIT 1"""
+    if db.execute(sql, (job.id, cron)).fetchone():
+        _count(db, "coalesced")
+        return False
+    _queue_job(db, job, now)
+    _count(db, "queued")
+    return True
 
 
 def _claimed_of(row: sqlite3.Row) -> Claimed:
@@ -4244,6 +4496,8 @@ def hard_rules() -> str:
 
 def prompt_text(job: Job, publish: str) -> str:
     """The user turn of a job; forge text stands only in the data region below."""
+    if job.local:
+        return render("prompt-local.md.j2", job=job)
     return render(
         "prompt.md.j2",
         job=job,
@@ -4265,6 +4519,9 @@ def sibling_branches(job: Job) -> tuple[str, ...]:
 
 def event_json(job: Job) -> bytes:
     """What the agent may read about the event; no replica fact, image or secret."""
+    if job.local:
+        told = {"event": job.trigger.event, "folder": job.repo, "task": job.run.task}
+        return json.dumps(told, ensure_ascii=False, indent=2).encode() + b"\n"
     event: dict[str, Any] = {
         "event": job.trigger.event,
         "action": job.trigger.action,
@@ -4337,7 +4594,11 @@ def _tokens(label: str) -> frozenset[str]:
 
 
 class BoxSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the three engine objects of one attempt are made from."""
+    """All that the three engine objects of one attempt are made from.
+
+    `folder` is a local job's own: it becomes /workspace, the one bind mount there
+    is, and `image` then carries the folder owner's uid and gid.
+    """
 
     job: str
     attempt: int
@@ -4346,6 +4607,7 @@ class BoxSpec(msgspec.Struct, frozen=True, kw_only=True):
     gate_line: bytes
     environment: Mapping[str, str]
     loopback: bool = False
+    folder: Path | None = None
 
 
 #: A count that a box may state: SQLite and JSON readers can hold it.
@@ -4399,6 +4661,9 @@ class Box(Protocol):
 
 class Engine(Protocol):
     """What dispatch asks of the engine; the demo brings one without Docker."""
+
+    @property
+    def local(self) -> bool: ...
 
     def image(self, tag: str) -> Image | None: ...
 
@@ -4551,6 +4816,12 @@ class DockerEngine:
                 ) from error
             self._local.api = client
         return client
+
+    @property
+    def local(self) -> bool:
+        """Whether it is reached by a socket of this machine, so that it may see the
+        same folders; over TCP or ssh it is another one for all we know."""
+        return str(self.api.base_url) in _LOCAL_ENGINES
 
     @property
     def cpus(self) -> int:
@@ -4762,6 +5033,8 @@ class DockerEngine:
         raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
 
 
+#: What the SDK calls a unix socket and a named pipe.
+_LOCAL_ENGINES = ("http+docker://localhost", "http+docker://localnpipe")
 #: One creation at a time in this process.
 _OUTER_LOCK = threading.Lock()
 
@@ -4938,6 +5211,17 @@ class DockerBox:
         api.start(self.name)
 
     def _create_job(self) -> None:
+        """Raises `Refused` when the engine does not see the job's folder."""
+        import docker
+
+        try:
+            self._create_container()
+        except docker.errors.APIError as error:
+            if self.spec and self.spec.folder and "bind source path" in str(error):
+                raise Refused(*NOT_THIS_ENGINE) from error
+            raise
+
+    def _create_container(self) -> None:
         assert self.spec
         api, network = self.engine.api, network_name(self.job)
         endpoint = api.create_endpoint_config(ipv4_address=str(self.subnet[3]))
@@ -4966,14 +5250,23 @@ class DockerBox:
         )
 
     def _mounts(self) -> list[Any]:
-        """Anonymous volumes, named by Mounts because `volumes=` cannot label."""
+        """Anonymous volumes, named by Mounts because `volumes=` cannot label.
+
+        A local job's /workspace is its folder. As a Mount, so that an engine which
+        does not have it says so instead of making an empty one.
+        """
         from docker.types import Mount
 
+        assert self.spec
         labels = self.engine.labels(self.job, self.attempt, "volume")
-        return [
-            Mount(path, None, type="volume", labels=labels)
+        mounts = {
+            path: Mount(path, None, type="volume", labels=labels)
             for path in ("/job", "/workspace", "/outbox")
-        ]
+        }
+        if self.spec.folder:
+            source = str(self.spec.folder)
+            mounts["/workspace"] = Mount("/workspace", source, type="bind")
+        return list(mounts.values())
 
     def wait(self, seconds: int) -> bool:
         """Whether the job container ended, or is gone, within that time."""
@@ -5092,6 +5385,13 @@ class DockerBox:
             self._gate_thread.join()
         self.engine.remove_job(self.job)
 
+
+#: Reason, message and fix when a folder cannot be bound into a box.
+NOT_THIS_ENGINE = (
+    "local-needs-local-engine",
+    "the engine does not see this machine's folders",
+    "use an engine of this machine (unset DOCKER_HOST), or share the folder with it",
+)
 
 #: What holds for the job and for the gate alike (40-box).
 _HARDENING: dict[str, Any] = {
@@ -5701,7 +6001,7 @@ def _level(
     return sorted(commit for commit in level if parents[commit])
 
 
-def read_skill(mirror: Mirror, base: str, flow: str) -> dict[str, bytes] | None:
+def read_skill(mirror: Repository, base: str, flow: str) -> dict[str, bytes] | None:
     """The regular files of `.pi/skills/<flow>` at `base`, None when it has none.
 
     Raises `Refused("flow-not-found")` when they are too many, too large, or
@@ -5738,7 +6038,7 @@ def _safe_path(name: str) -> bool:
     return plain and not any(part in ("", ".", "..") for part in parts)
 
 
-def _contents(mirror: Mirror, blobs: Sequence[bytes]) -> Iterator[bytes]:
+def _contents(mirror: Repository, blobs: Sequence[bytes]) -> Iterator[bytes]:
     output = mirror.run("cat-file", "--batch", feed=b"\n".join([*blobs, b""]))
     at = 0
     for _ in blobs:
@@ -5746,6 +6046,132 @@ def _contents(mirror: Mirror, blobs: Sequence[bytes]) -> Iterator[bytes]:
         size = int(output[at:end].split()[2])
         yield output[end + 1 : end + 1 + size]
         at = end + 1 + size + 1
+
+
+# -- an operator's folder -------------------------------------------------------
+
+
+class Tree(msgspec.Struct, frozen=True):
+    """A local job's folder as it is found: whose it is, what is not committed.
+
+    `changes` counts what `git status` would list; `skill` is as in `Prepared`.
+    """
+
+    path: Path
+    uid: int
+    gid: int
+    changes: int
+    skill: Mapping[str, bytes] | None
+
+
+#: Of a folder's own configuration only what changes how files compare.
+_FOLDER_CONFIG = re.compile(
+    r"core\.(?:autocrlf|checkstat|eol|filemode|ignorecase|precomposeunicode"
+    r"|symlinks|trustctime)"
+)
+
+
+def look_at_folder(git: Git, folder: Path, flow: str) -> Tree:
+    """What a local job will find in `folder`, the top of a git work tree.
+
+    An earlier job's box may have written all that is in it, its `.git` as well.
+    So git runs in a private repository beside it, which borrows the objects and a
+    copy of the index, and takes no program, filter or hook from its
+    configuration. Raises `Refused("folder-unusable")`, or `InfraError`.
+    """
+    import tempfile
+
+    fault = folder_fault(str(folder))
+    if fault:
+        raise Refused("folder-unusable", f"the folder {fault}", "name another folder")
+    about = folder.stat()
+    if about.st_uid == 0:
+        fix = "give it to an ordinary user: chown -R USER FOLDER"
+        raise Refused("folder-unusable", "root owns it; a box never is root", fix)
+    with tempfile.TemporaryDirectory(prefix="folder-", dir=git.private) as name:
+        beside = _beside(git, folder, Path(name))
+        head = _head_of(folder)
+        skill = read_skill(beside, head, flow) if head else None
+        return Tree(
+            path=folder,
+            uid=about.st_uid,
+            gid=about.st_gid or about.st_uid,
+            changes=_changes(beside, folder, head),
+            skill=skill,
+        )
+
+
+def _git_dirs(folder: Path) -> tuple[Path, Path]:
+    """The folder's own git directory, and the one that its worktrees share."""
+    own = folder / ".git"
+    if own.is_file():
+        own = folder / _small(own).removeprefix("gitdir:").strip()
+    return own, own / (_small(own / "commondir").strip() or ".")
+
+
+def _small(path: Path) -> str:
+    """The text of a regular file, no more than a megabyte; else nothing."""
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            return file.read(1 << 20).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _head_of(folder: Path) -> str | None:
+    """The commit that is checked out; None when there is none yet."""
+    own, common = _git_dirs(folder)
+    text = _small(own / "HEAD").strip()
+    name = text.removeprefix("ref:").strip()
+    if name != text:
+        if not re.fullmatch(r"refs/[^\0]+", name) or ".." in name:
+            return None
+        packed = re.search(
+            rf"^([0-9a-f]+) {re.escape(name)}$", _small(common / "packed-refs"), re.M
+        )
+        text = _small(common / name).strip() or (packed[1] if packed else "")
+    return text if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text) else None
+
+
+def _beside(git: Git, folder: Path, place: Path) -> Repository:
+    """A bare repository of ours that reads the folder's objects and nothing else."""
+    import shutil
+
+    own, common = _git_dirs(folder)
+    kind = "sha256" if len(_head_of(folder) or "") == 64 else "sha1"
+    made = Repository(git, place)
+    made.run("init", "--bare", "--quiet", "--template=", f"--object-format={kind}")
+    info = place / "objects" / "info"
+    info.mkdir(exist_ok=True)
+    (info / "alternates").write_text(f"{(common / 'objects').resolve()}\n", "utf-8")
+    (place / "info").mkdir(exist_ok=True)
+    (place / "info" / "exclude").write_text(_small(common / "info" / "exclude"))
+    for index in (own / "index", *own.glob("sharedindex.*")):
+        if index.is_file():
+            shutil.copyfile(index, place / index.name)
+    made.run("config", "core.bare", "false")
+    theirs = common / "config"
+    if theirs.is_file():
+        listed = git.call("config", "--file", str(theirs), "--null", "--list").out
+        for entry in filter(None, listed.decode("utf-8", "replace").split("\0")):
+            key, _, value = entry.partition("\n")
+            if _FOLDER_CONFIG.fullmatch(key):
+                made.run("config", key, value)
+    return made
+
+
+def _changes(beside: Repository, folder: Path, head: str | None) -> int:
+    """How many paths differ from the commit, untracked ones included."""
+    if head:
+        beside.run("update-ref", "--no-deref", "HEAD", head)
+    listed = beside.run(
+        *("-C", str(folder), f"--work-tree={folder}", "status", "--porcelain", "-z"),
+        *("--no-renames", "--untracked-files=normal", "--ignore-submodules=dirty"),
+        seconds=beside.git.bounds.look,
+    )
+    return sum(1 for entry in listed.split(b"\0") if entry)
 
 
 class Quarantine(Repository, frozen=True):
@@ -6194,6 +6620,7 @@ class Attempt(msgspec.Struct):
     remote: Remote | None = None
     box: Box | None = None
     prepared: Prepared | None = None
+    tree: Tree | None = None
     skill: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     started_at: float | None = None
 
@@ -6212,6 +6639,9 @@ class Attempt(msgspec.Struct):
 
     @property
     def publish(self) -> str:
+        """Who pushes; of a local job nobody does."""
+        if self.job.local:
+            return "host"
         return self.job.run.publish or self.settings.publish
 
 
@@ -6318,9 +6748,13 @@ _PROXY_VARIABLES = {
 
 
 def job_file(attempt: Attempt, deadline: float) -> bytes:
-    """/job/job.json (45-box-contracts, Inputs)."""
+    """/job/job.json (45-box-contracts, Inputs).
+
+    The runner works in place when the target is local: no base, no branch.
+    """
     job, prepared = attempt.job, attempt.prepared
-    assert prepared and attempt.provider and attempt.image
+    assert (prepared or attempt.tree) and attempt.provider and attempt.image
+    request = prepared.request_sha if prepared else None
     run, settings = job.run, attempt.settings
     _, _, model = attempt.model_name.partition("/")
     return json.dumps(
@@ -6328,11 +6762,11 @@ def job_file(attempt: Attempt, deadline: float) -> bytes:
             "version": JOB_FILE_VERSION,
             "jobId": job.id,
             "attempt": attempt.claimed.attempt + 1,
-            "target": {"type": job.target.type, "number": job.target.number},
-            "base": prepared.base,
+            "target": {"type": job.target.type, "number": job.target.number or None},
+            "base": prepared.base if prepared else None,
             "branch": job.branch,
-            "requestRef": REQUEST_REF if prepared.request_sha else None,
-            "requestSha": prepared.request_sha,
+            "requestRef": REQUEST_REF if request else None,
+            "requestSha": request,
             "flow": job.flow,
             "provider": attempt.provider.name,
             "model": model,
@@ -6355,14 +6789,13 @@ def job_file(attempt: Attempt, deadline: float) -> bytes:
 def box_inputs(attempt: Attempt, deadline: float) -> dict[str, bytes | Path]:
     """Everything that goes into /job."""
     job, prepared = attempt.job, attempt.prepared
-    assert prepared
     inputs: dict[str, bytes | Path] = {
         "job.json": job_file(attempt, deadline),
         "prompt.md": prompt_text(job, attempt.publish).encode(),
         "event.json": event_json(job),
-        "base.pack": prepared.pack,
-        "shallow": prepared.shallow,
     }
+    if prepared:
+        inputs |= {"base.pack": prepared.pack, "shallow": prepared.shallow}
     for name, content in attempt.skill.items():
         inputs[f"skill/{job.flow}/{name}"] = content
     return inputs
@@ -6388,6 +6821,8 @@ class Dispatcher:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
         self.mirrors = Mirrors(settings.state_dir / "mirrors")
+        #: How often a job is put back for trouble that may pass.
+        self.deferrals_max = DEFERRALS_MAX
         self.leaving = threading.Event()
         self.stop_jobs = threading.Event()
         self._telling = threading.Lock()
@@ -6403,8 +6838,10 @@ class Dispatcher:
         reserved. The box's network and gate open before the workspace, because
         starting them takes as long as the clone.
         """
-        for _, gate in LADDER:
-            gate(self, attempt)
+        passed = FORGE_GATES if attempt.job.local else LOCAL_GATES
+        for name, gate in LADDER:
+            if name not in passed:
+                gate(self, attempt)
 
     def check_overlay(self, attempt: Attempt) -> None:
         attempt.settings = with_overlay(self.settings)
@@ -6502,6 +6939,23 @@ class Dispatcher:
             "wait for the next window, or raise PI_DAILY_CAP (or its week or month)",
         )
 
+    def check_folder(self, attempt: Attempt) -> None:
+        """A local job's own workspace: within the engine's reach, whole and clean.
+
+        A retry finds what its first attempt left, so only that one is asked.
+        """
+        job = attempt.job
+        if not self.engine.local:
+            raise Refused(*NOT_THIS_ENGINE)
+        tree = look_at_folder(self.mirrors.git, Path(str(job.run.folder)), job.flow)
+        if tree.changes and not (job.run.allowDirty or attempt.claimed.attempt):
+            raise Refused(
+                "dirty-tree",
+                f"the folder has uncommitted changes ({tree.changes})",
+                "commit or stash them, or allow them: `--force`, or `allowDirty`",
+            )
+        attempt.tree = tree
+
     def take_token(self, attempt: Attempt) -> None:
         attempt.remote = Remote.of(self.forge(attempt.job), attempt.job.repo)
 
@@ -6519,15 +6973,19 @@ class Dispatcher:
     def open_box(self, attempt: Attempt) -> None:
         assert attempt.image and attempt.gate_image and attempt.provider
         local = outside_url(attempt.provider.base_url) != attempt.provider.base_url
+        image, tree = attempt.image, attempt.tree
+        if tree:
+            image = msgspec.structs.replace(image, uid=tree.uid, gid=tree.gid)
         attempt.box = self.engine.open(
             BoxSpec(
                 job=attempt.job.id,
                 attempt=attempt.claimed.attempt + 1,
-                image=attempt.image,
+                image=image,
                 gate_image=attempt.gate_image,
                 gate_line=gate_line(attempt),
                 environment=box_environment(attempt),
                 loopback=local,
+                folder=tree.path if tree else None,
             )
         )
 
@@ -6568,13 +7026,14 @@ class Dispatcher:
         )
 
     def find_skill(self, attempt: Attempt) -> None:
-        assert attempt.prepared
-        skill = attempt.prepared.skill or shipped_skill(attempt.job.flow)
+        found = attempt.prepared or attempt.tree
+        skill = (found and found.skill) or shipped_skill(attempt.job.flow)
         if not skill:
+            where = "HEAD" if attempt.job.local else "its default branch"
             raise Refused(
                 "flow-not-found",
                 f"the repository has no flow `{attempt.job.flow}`",
-                f"add `.pi/skills/{attempt.job.flow}/SKILL.md` to its default branch",
+                f"add `.pi/skills/{attempt.job.flow}/SKILL.md` to {where}",
             )
         attempt.skill = skill
 
@@ -6640,12 +7099,12 @@ class Dispatcher:
         inputs = box_inputs(attempt, attempt.started_at + JOB_SECONDS)
         try:
             attempt.box.start(inputs)
-        except Refused:
-            raise
         except Exception as error:
             # create or start failed: nothing ran, so the slot goes back
             self._patiently(lambda: self.store.release(attempt.claimed))
             attempt.started_at = None
+            if isinstance(error, Refused):
+                raise
             raise InfraError(f"the container did not start: {error}") from error
         self._patiently(lambda: self.store.running(attempt.claimed))
         _event("job-started", attempt.job)
@@ -6710,6 +7169,9 @@ class Dispatcher:
         if attempt.settings.capture_logs:
             self._keep_log(attempt.job, attempt.box)
         keep_texts(kept, ended)
+        if attempt.job.local and ended.bundle:  # its work is in the folder
+            ended.bundle.unlink()
+            ended = msgspec.structs.replace(ended, bundle=None)
         return ended
 
     def _keep_log(self, job: Job, box: Box) -> None:
@@ -6726,30 +7188,31 @@ class Dispatcher:
     ) -> None:
         assert verdict.outcome != "retry"
         record = self.record(attempt, verdict.outcome, verdict.reason, ended)
-        if verdict.outcome == "completed":
-            commits = ended.result.commits if ended and ended.result else 0
-            notice = Notice("result", commits=commits)
-        else:
-            notice = _outcome_notice(attempt.job, record)
+        notice = _end_notice(attempt.job, record, ended)
         self._patiently(lambda: self.store.finish(attempt.claimed, record, notice))
         _event("job-ended", attempt.job, verdict.reason or verdict.outcome)
         self._remove(attempt)
         self.publish(attempt.job.id)
+        call_hook(self.settings.on_failure, record)
 
     def _refuse(self, attempt: Attempt, refusal: Refused) -> None:
+        job = attempt.job
         self._remove(attempt)
         record = self.record(attempt, "policy", refusal.reason, None)
-        notice = _refusal_notice(attempt.job, refusal)
+        notice = None if job.local else _refusal_notice(job, refusal)
         self._patiently(lambda: self.store.refuse(attempt.claimed, record, notice))
-        _event("job-refused", attempt.job, refusal.reason)
-        self.publish(attempt.job.id)
+        # a local job has nowhere to comment: the log says what a comment would
+        why, level = (refusal.message, logging.WARNING) if job.local else (None, 20)
+        _event("job-refused", job, refusal.reason, level, why=why)
+        self.publish(job.id)
+        call_hook(self.settings.on_failure, record)
 
     def _again(self, attempt: Attempt, error: Exception) -> None:
         """Trouble that may pass. Before the container it costs nothing."""
         _event("job-trouble", attempt.job, level=logging.WARNING, error=error)
         now = self.clock()
         self._remove(attempt)
-        if attempt.claimed.deferrals >= DEFERRALS_MAX:
+        if attempt.claimed.deferrals >= self.deferrals_max:
             self._give_up(attempt, "infra")
             return
         wait = min(DEFER_SECONDS * 2**attempt.claimed.deferrals, DEFER_MAX_SECONDS)
@@ -6907,12 +7370,16 @@ LADDER: tuple[tuple[str, Callable[[Dispatcher, Attempt], None]], ...] = (
     ("provider", Dispatcher.check_provider),
     ("gate image", Dispatcher.check_gate_image),
     ("caps, a look", Dispatcher.check_caps),
+    ("folder", Dispatcher.check_folder),
     ("token", Dispatcher.take_token),
     ("box", Dispatcher.open_box),
     ("workspace", Dispatcher.prepare),
     ("flow", Dispatcher.find_skill),
     ("caps, reserved", Dispatcher.reserve),
 )
+#: The gates that a local job passes by, having no forge, and the one that is its own.
+FORGE_GATES = frozenset(("forges", "token", "workspace"))
+LOCAL_GATES = frozenset(("folder",))
 
 
 def _undeclared(image: Image, token: str) -> tuple[str, str]:
@@ -6939,10 +7406,57 @@ def _refusal_notice(job: Job, refusal: Refused) -> Notice:
     return Notice("refused", text, marker)
 
 
-def _outcome_notice(job: Job, record: Record) -> Notice:
+def _end_notice(job: Job, record: Record, ended: BoxExit | None) -> Notice | None:
+    """What the forge is told of a job that had started; a local one has none."""
+    if job.local:
+        return None
+    if record.outcome == "completed":
+        result = ended.result if ended else None
+        return Notice("result", commits=result.commits if result else 0)
     marker = comment_marker(job.id, "ended")
     text = render("comment-ended.md.j2", job=job, record=record, marker=marker)
     return Notice("ended", text, marker)
+
+
+HOOK_SECONDS = 10.0
+#: All that a hook is given of our environment: no setting, so no secret.
+HOOK_INHERITS = ("PATH", "HOME", "LANG", "LC_ALL", "TZ")
+
+
+def call_hook(
+    program: Path | None, record: Record, seconds: float = HOOK_SECONDS
+) -> None:
+    """Tell PI_ON_FAILURE of a job that did not complete; its failure is only logged.
+
+    `program jobId outcome reason`, run without a shell and ended with all that it
+    started once its time is over.
+    """
+    import subprocess
+
+    if program is None or record.outcome == "completed":
+        return
+    given = {name: os.environ[name] for name in HOOK_INHERITS if name in os.environ}
+    try:
+        child = subprocess.Popen(
+            [str(program), record.jobId, record.outcome, record.reason or ""],
+            env=given,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        log_event("hook-failed", logging.WARNING, job=record.jobId, error=error)
+        return
+    try:
+        code: int | str = child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        code = "timeout"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    if code:
+        log_event("hook-failed", logging.WARNING, job=record.jobId, code=code)
 
 
 KEPT_FILES = ("branch.bundle", "review-request.md", "comment.md")
@@ -7008,6 +7522,21 @@ def publish_by_hand(
     )
     outside.published(job_id, published.request)
     return published.request.url if published.request else "nothing to publish"
+
+
+def replay_by_hand(settings: Settings, outside: Outside, job_id: str) -> str:
+    """Make an ended job once more from its item as it reads now; the new job's id.
+
+    Raises `ConfigError` when it cannot be made again or its forge is not served,
+    and what the forge raises.
+    """
+    job = outside.replayable(job_id)
+    forge = forges_of(settings).get(job.kind)
+    if forge is None:
+        variable = FORGES[job.kind].secret_variable
+        raise ConfigError(f"{job.kind} is not served", f"set {variable}")
+    target = forge.item(job.repo, job.target)
+    return outside.replay(msgspec.structs.replace(job, target=target))
 
 
 def _kept_text(folder: Path, name: str) -> str | None:
@@ -7114,6 +7643,114 @@ class Workers:
                     sweep_files(self.dispatcher.settings, time.time())
             except Exception as error:
                 log_event("janitor-trouble", logging.ERROR, error=error)
+
+
+def cron_ticks(on: On, after: float) -> Iterator[float]:
+    """The due times of a cron rule after a moment, ascending, unix seconds.
+
+    Each is given once: a time that a clock change skips comes at the first moment
+    behind the gap, one that it repeats comes the first time only (as Debian's cron
+    does for patterns of a fixed hour).
+    """
+    from datetime import datetime
+    from zoneinfo import ZoneInfo
+
+    from cronsim import CronSim
+
+    begin = datetime.fromtimestamp(after, ZoneInfo(on.tz or "UTC"))
+    last = after
+    for tick in CronSim(str(on.pattern), begin):
+        if tick.timestamp() > last:
+            last = tick.timestamp()
+            yield last
+
+
+def last_due(on: On, after: float, until: float) -> float | None:
+    """The latest due time after `after` and not after `until`.
+
+    Looked for in growing spans back from `until`, because of a rule that fires
+    every second a month may have been missed.
+    """
+    span = 60.0
+    while True:
+        begin = max(after, until - span)
+        due = list(itertools.takewhile(lambda t: t <= until, cron_ticks(on, begin)))
+        if due or begin == after:
+            return due[-1] if due else None
+        span *= 8
+
+
+class Cron:
+    """Fires cron rules: one job for a due time, and one for all that were missed.
+
+    `rules` is asked at every turn, so an edited file counts at once. What was dealt
+    with is remembered in the store: neither a restart nor a clock that steps back
+    fires anything twice.
+    """
+
+    TICK = 0.5
+
+    def __init__(
+        self,
+        store: Store,
+        rules: Callable[[], Sequence[Rule]],
+        clock: Clock = time.time,
+    ) -> None:
+        self.store, self.rules, self.clock = store, rules, clock
+        self._seen: dict[str, float] = {}
+        self._next: dict[str, float] = {}
+        self._known: Sequence[Rule] | None = None
+        self._turned = float("-inf")
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cron", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self.TICK):
+            try:
+                self.turn()
+            except Exception as error:  # the loop's edge
+                log_event("cron-trouble", logging.ERROR, error=error)
+
+    def turn(self) -> None:
+        """Fire what is due now."""
+        now, rules = self.clock(), self.rules()
+        if rules is not self._known or now < self._turned - DAY:
+            self._learn(rules)
+        self._turned = now
+        for rule in rules:
+            name = rule.on.id
+            if name is not None and now >= self._next[name]:
+                self._fire(rule, name, now)
+
+    def _learn(self, rules: Sequence[Rule]) -> None:
+        crons = {str(r.on.id): r.on for r in rules if r.on.type == "cron"}
+        wanted = {name: f"{on.tz or 'UTC'} {on.pattern}" for name, on in crons.items()}
+        self._seen = self.store.schedules(wanted)
+        self._next = {
+            name: self._after(crons[name], self._seen[name]) for name in crons
+        }
+        self._known = rules
+
+    @staticmethod
+    def _after(on: On, moment: float) -> float:
+        return next(cron_ticks(on, moment), float("inf"))
+
+    def _fire(self, rule: Rule, name: str, now: float) -> None:
+        due = last_due(rule.on, self._seen[name], now)
+        if due is not None:
+            job = cron_job(rule, int(due))
+            fired = self.store.fire(name, due, job)
+            _event("cron-fired" if fired else "cron-coalesced", job)
+            self._seen[name] = due
+        self._next[name] = self._after(rule.on, self._seen[name])
 
 
 def sweep_files(settings: Settings, now: float) -> None:
@@ -7982,6 +8619,7 @@ class Service:
             settings, self.store, self.engine, self.forges, clock=clock
         )
         self.workers = Workers(dispatcher, self.store, settings.concurrency)
+        self.cron = Cron(self.store, lambda: self.triggers.rules, clock)
         self.intake = Intake(
             forges=self.forges,
             triggers=self.triggers,
@@ -7996,6 +8634,7 @@ class Service:
     def start(self, *, worker: bool = True) -> None:
         if worker:
             self.workers.start()
+            self.cron.start()
             self._works = True
         else:
             self.store.never_checkpoint()
@@ -8011,8 +8650,137 @@ class Service:
         self.inbox.stop()
         self.triggers.stop()
         if self._works:
+            self.cron.stop()
             self.workers.stop(end_jobs=end_jobs)
         self.store.close()
+
+
+class Worker:
+    """Workers alone on one file, beside a `serve --no-worker` or after one.
+
+    `triggers` None: cron is off, and a file that `serve` refuses is never read.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        triggers: Path | None,
+        *,
+        engine: Engine | None = None,
+        clock: Clock = time.time,
+    ) -> None:
+        forges = forges_of(settings)
+        self.triggers = TriggersFile(triggers, frozenset(forges)) if triggers else None
+        self.store = Store(settings.db, clock)
+        self.engine = engine or DockerEngine(settings, self.store.instance())
+        dispatcher = Dispatcher(settings, self.store, self.engine, forges, clock=clock)
+        self.workers = Workers(dispatcher, self.store, settings.concurrency)
+        self.cron = Cron(self.store, self._rules, clock)
+
+    def _rules(self) -> Sequence[Rule]:
+        return self.triggers.rules if self.triggers else ()
+
+    def start(self) -> None:
+        """Raises `ConfigError` when another worker has the file."""
+        self.workers.start()
+        if self.triggers:
+            self.triggers.watch(
+                lambda problem: self.store.set_flag("triggers-problem", problem)
+            )
+            self.cron.start()
+
+    def stop(self, *, end_jobs: bool = False) -> None:
+        self.cron.stop()
+        if self.triggers:
+            self.triggers.stop()
+        self.workers.stop(end_jobs=end_jobs)
+        self.store.close()
+
+
+# -- one run of a folder --------------------------------------------------------
+
+
+class LocalRun:
+    """One `pidispatch run`, from its row to its record.
+
+    A worker that runs takes it. Without one it is run here, under the worker's
+    lock, and nothing else of the queue is; so a worker that leaves, and another
+    `run`, are no end of it either.
+    """
+
+    TICK = 0.2
+
+    def __init__(
+        self, settings: Settings, job: Job, *, engine: Engine | None = None
+    ) -> None:
+        self.settings, self.engine = settings, engine
+        self.store = Store(settings.db)
+        self.store.never_checkpoint()
+        if self.store.flag("paused"):
+            raise ConfigError("pidispatch is paused", "pidispatch resume")
+        self.job, self.new = self.store.admit_local(job)
+        self._thread: threading.Thread | None = None
+        self._lock: IO[str] | None = None
+
+    def wait(self, tell: Callable[[RunRow], None] = lambda row: None) -> Record:
+        """The record, once it is there; `tell` gets the row while it is not.
+
+        An interrupt cancels what runs here, and leaves what a worker runs to it.
+        """
+        while True:
+            row, record, _ = self.store.run(self.job)
+            tell(row)
+            if record is not None:
+                return record
+            if row.state == "queued":
+                self._take()
+            time.sleep(self.TICK)
+
+    @property
+    def here(self) -> bool:
+        """Whether this process runs it."""
+        return self._lock is not None
+
+    def cancel(self) -> None:
+        Outside(self.store.path).cancel(self.job)
+
+    def close(self) -> None:
+        """Lets go of the file. A run of ours goes on in its container if it must,
+        and the next worker adopts it."""
+        if self._lock:
+            self.dispatcher.leaving.set()
+        if self._thread:
+            self._thread.join(60)
+        if self._lock:
+            self._lock.close()
+        self.store.close()
+
+    def _take(self) -> None:
+        """Run it here when nobody else holds the file; at most one thread at it."""
+        if self._thread and self._thread.is_alive():
+            return
+        if self._lock is None:
+            try:
+                self._lock = worker_lock(self.store.path)
+            except ConfigError:
+                return
+            engine = self.engine or DockerEngine(self.settings, self.store.instance())
+            self.dispatcher = Dispatcher(self.settings, self.store, engine, {})
+            self.dispatcher.deferrals_max = 0  # who waits is told at once
+        claimed = self.store.claim(self.job)
+        if claimed:
+            run = self.dispatcher.run
+            self._thread = threading.Thread(target=run, args=(claimed,), daemon=True)
+            self._thread.start()
+        elif holder := self.store.holder(self.job):
+            self.cancel()
+            why = f"{holder} has the folder, and the worker that ran it is gone"
+            raise ConfigError(why, "start `pidispatch worker`, which collects it")
+
+
+def answer_of(settings: Settings, job: str) -> str | None:
+    """What a run's agent said to the operator, if it wrote anything."""
+    return _kept_text(kept_path(settings, job), "comment.md")
 
 
 def _receiver(intake: Intake, settings: Settings) -> Edge:
@@ -8099,6 +8867,38 @@ class RunDetail(msgspec.Struct, frozen=True):
     siblings: list[RunRow]
 
 
+#: The exit code of `run` for each outcome: a policy end is the operator's to mend.
+RUN_EXITS: Mapping[str, int] = {"completed": 0, "failed": 1, "policy": 2}
+_RUN_FIXES = {
+    "dirty-tree": "commit or stash your changes, or allow them with --force",
+    "operator-cancel": "it was cancelled; what it had done is in the folder",
+}
+
+
+def local_run(folder: Path, task: str, flow: str, force: bool) -> Run:
+    """The rule of one `run`, by the same checks as a cron rule's fields."""
+    place = folder.expanduser().resolve()
+    given: dict[str, Any] = {"folder": str(place), "task": task, "flow": flow}
+    for name, value in given.items():
+        row = _RUN[name]
+        fault = row.why if not _fits(value, row.kind) else row.fault(value)
+        if fault:
+            shown = json.dumps(str(value)[:80])
+            raise ConfigError(f"{name} {shown} {fault}", "see `pidispatch run --help`")
+    return Run(kind=LOCAL, allowDirty=force or None, **given)
+
+
+def ended_text(record: Record, answer: str | None) -> str:
+    """How a local run ended, and its agent's own words."""
+    spent = f", {record.tokens.total:,} tokens" if record.tokens else ""
+    reason = f" ({record.reason})" if record.reason else ""
+    lines = [f"{record.jobId}: {record.outcome}{reason}{spent}"]
+    if fix := _RUN_FIXES.get(record.reason or ""):
+        lines.append(f"  fix: {fix}")
+    lines += ["", *answer.rstrip().split("\n")] if answer else []
+    return "\n".join(plain_text(line) for line in lines)
+
+
 def run_detail(detail: RunDetail) -> str:
     """Everything of one run, then its siblings by job id with their requests."""
     run = detail.run
@@ -8182,13 +8982,16 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
         ),
         "all replicas then hold one operator token",
     ),
+    (
+        lambda rule: rule.run.kind == LOCAL,
+        "it edits your own folder in place, its .git too; nothing undoes that",
+    ),
     (lambda rule: True, "the model provider sees the code"),
 )
 
 #: What a rule may ask for and this version does not do; its jobs are refused as
-#: `not-in-this-version`, and cron rules do not fire.
+#: `not-in-this-version`.
 _RULES_NOT_YET: tuple[tuple[Callable[[Rule], bool], str], ...] = (
-    (lambda rule: rule.on.type == "cron", "cron rules do not fire"),
     (lambda rule: rule.run.resume is True, "resume is refused"),
     (lambda rule: rule.run.publish == "agent", "publish: agent is refused"),
 )
@@ -8203,7 +9006,6 @@ SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
     "panel_bind": "warn",
     "panel_port": "warn",
     "panel_token": "warn",
-    "on_failure": "warn",
 }
 
 
@@ -8219,6 +9021,13 @@ def rule_limits(rule: Rule) -> list[str]:
 _ONLY = f"this version serves {', '.join(_FORGE_CLASSES)} only"
 
 
+#: Whose word starts a rule's jobs: of a forge's rule, of a cron rule.
+_TRUST = (
+    "started only on the word of someone the forge lets steer it",
+    "started by this machine's clock, one run a due time",
+)
+
+
 def rule_detail(rule: Rule) -> str:
     """One rule: when, what it starts, its multiplier and the trust model."""
     lines = [
@@ -8232,7 +9041,7 @@ def rule_detail(rule: Rule) -> str:
             f"caps, costs about {n} times the tokens and opens {n} review requests",
             "no replica's end cancels a sibling; a person compares and picks",
         ]
-    lines.append("trust: started only on the word of someone the forge lets steer it")
+    lines.append(f"trust: {_TRUST[rule.on.type == 'cron']}")
     lines += [f"note: {text}" for applies, text in _RULE_WARNINGS if applies(rule)]
     lines += [f"not yet: {text}" for text in rule_limits(rule)]
     return "\n".join(plain_text(line) for line in lines)
@@ -8411,6 +9220,7 @@ def doctor(settings: Settings, triggers: Path) -> list[Check]:
     _check_forges(settings, rules, checks)
     _check_provider_keys(settings, rules, checks)
     _check_egress(settings, checks)
+    _check_hook(settings, checks)
     _check_store(settings, checks)
     _check_modes(settings, checks)
     return checks
@@ -8562,7 +9372,9 @@ def _check_forges(
             continue
         hint = "redeliver missed ones there, GitHub never does so by itself"
         checks.append(Check(kind, "ok", f"served; token works (id {own}); {hint}"))
-    if not served:
+    if not served and rules and all(rule.run.kind == LOCAL for rule in rules):
+        checks.append(Check("forges", "ok", "no rule needs one"))
+    elif not served:
         found = "no forge is served"
         fix = "set WEBHOOK_SECRET and GITHUB_PAT; see the README"
         checks.append(Check("forges", "fail", found, fix))
@@ -8591,6 +9403,15 @@ def _check_egress(settings: Settings, checks: list[Check]) -> None:
     else:
         found = "PI_EGRESS=0: JOBS ARE NOT ISOLATED FROM THE NETWORK"
         checks.append(Check("egress", "warn", found, "remove PI_EGRESS"))
+
+
+def _check_hook(settings: Settings, checks: list[Check]) -> None:
+    import shutil
+
+    hook = settings.on_failure
+    if hook is not None and shutil.which(hook) is None:
+        found = f"PI_ON_FAILURE: {hook} is no program that can be started"
+        checks.append(Check("hook", "fail", found, "chmod +x it, or correct the path"))
 
 
 def _check_store(settings: Settings, checks: list[Check]) -> None:
@@ -8665,6 +9486,7 @@ OUTPUTS: Mapping[str, Any] = {
     "runs": list[Record],
     "show": RunDetail,
     "status": Status,
+    "run": Record,
     "doctor": list[Check],
     "verify-image": list[Finding],
     "demo": DemoReport,
@@ -8816,9 +9638,77 @@ def serve(
     for limit in limits:
         log_event("not-in-this-version", logging.WARNING, what=limit.found)
     service.start(worker=not no_worker)
+    crons = [r for r in service.triggers.rules if r.on.type == "cron"]
+    if crons and no_worker:
+        log_event("cron-off", logging.WARNING, what="cron rules fire in the worker")
     click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
     wait_for_signal()
     service.stop(end_jobs=stop_jobs)
+
+
+@main.command()
+@db_option
+@click.option("--stop-jobs", is_flag=True, help="On exit, end running jobs as well.")
+def worker(db: Path | None, stop_jobs: bool) -> None:
+    """Run jobs only. Cron needs PI_TRIGGERS_FILE; unset, no rules are read."""
+    settings = settings_of(db)
+    set_up_logging(settings)
+    labour = Worker(settings, settings.triggers_file)
+    labour.start()
+    if settings.triggers_file is None:
+        log_event("cron-off", logging.WARNING, what="PI_TRIGGERS_FILE is not set")
+    click.echo(f"working on {plain_text(settings.db)}", err=True)
+    wait_for_signal()
+    labour.stop(end_jobs=stop_jobs)
+
+
+@main.command("run")
+@click.argument("folder", type=_path_type)
+@click.option("--task", required=True, help="What to do, in words.")
+@click.option("--flow", default="task", show_default=True, help="The skill to follow.")
+@click.option("--force", is_flag=True, help="Run although there are changes.")
+@db_option
+@json_option
+def run_command(
+    folder: Path, task: str, flow: str, force: bool, db: Path | None, as_json: bool
+) -> None:
+    """Run Pi once in a folder of yours, in place. Exit 0 only when it completed."""
+    settings = settings_of(db)
+    set_up_logging(settings)
+    log.setLevel(logging.WARNING)
+    local = LocalRun(
+        settings, local_job(local_run(folder, task, flow, force), time.time())
+    )
+    if not local.new:
+        click.echo(f"{local.job}: asked for in this very minute before", err=True)
+    try:
+        record = _attended(local)
+    finally:
+        local.close()
+    answer = answer_of(settings, local.job)
+    emit(record, lambda: ended_text(record, answer), as_json)
+    sys.exit(RUN_EXITS[record.outcome])
+
+
+def _attended(local: LocalRun) -> Record:
+    """Wait for the end; on a terminal, say what happens meanwhile."""
+    said: list[str] = []
+
+    def tell(row: RunRow) -> None:
+        if sys.stderr.isatty() and said[-1:] != [row.state]:
+            said.append(row.state)
+            click.echo(f"{row.id}: {row.state}", err=True)
+
+    try:
+        return local.wait(tell)
+    except KeyboardInterrupt:
+        if not local.here:
+            fix = (
+                f"see `pidispatch show {local.job}`, or `pidispatch cancel {local.job}`"
+            )
+            raise InfraError(f"{local.job} goes on in the worker", fix) from None
+        local.cancel()
+        return local.wait(tell)
 
 
 def wait_for_signal() -> None:
@@ -9070,6 +9960,15 @@ def publish(job: str, branch: str | None, db: Path | None) -> None:
     """Publish a kept result again."""
     settings = settings_of(db)
     click.echo(plain_text(publish_by_hand(settings, Outside(settings.db), job, branch)))
+
+
+@main.command()
+@click.argument("job")
+@db_option
+def replay(job: str, db: Path | None) -> None:
+    """Make an ended job once more, from its item as it reads now."""
+    settings = settings_of(db)
+    click.echo(replay_by_hand(settings, Outside(settings.db), job))
 
 
 @main.command("doctor")

@@ -3159,8 +3159,10 @@ class ProcessBox:
     def _command(self) -> list[str]:
         agent = f"{shlex.quote(sys.executable)} {shlex.quote(__file__)} agent"
         command = [sys.executable, "-I", str(self._image / "runner.py"), "--pi", agent]
-        for name in ("job", "workspace", "outbox", "home", "rules"):
-            command += [f"--{name}", str(self.root / name)]
+        places = {n: self.root / n for n in ("job", "outbox", "home", "rules")}
+        places["workspace"] = self.spec.folder or self.root / "workspace"
+        for name, place in places.items():
+            command += [f"--{name}", str(place)]
         return command
 
     def _environment(self) -> dict[str, str]:
@@ -3233,6 +3235,8 @@ class ProcessBox:
 
 class ProcessEngine:
     """An engine without containers: every image exists and claims the demo's needs."""
+
+    local = True
 
     def __init__(self, root: Path) -> None:
         self.root = root

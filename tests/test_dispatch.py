@@ -214,6 +214,7 @@ class FakeEngine:
     ends: threading.Event = field(default_factory=threading.Event)
     models: dict[str, Any] = field(default_factory=dict)
     gate_stands: bool = True
+    local: bool = True
     waited: Callable[[], object] = lambda: None
 
     def image(self, tag: str) -> pidispatch.Image | None:

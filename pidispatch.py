@@ -4821,7 +4821,7 @@ class DockerEngine:
     def local(self) -> bool:
         """Whether it is reached by a socket of this machine, so that it may see the
         same folders; over TCP or ssh it is another one for all we know."""
-        return str(self.api.base_url) in _LOCAL_ENGINES
+        return (os.environ.get("DOCKER_HOST") or "unix:").startswith(_LOCAL_ENGINES)
 
     @property
     def cpus(self) -> int:
@@ -5033,8 +5033,8 @@ class DockerEngine:
         raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
 
 
-#: What the SDK calls a unix socket and a named pipe.
-_LOCAL_ENGINES = ("http+docker://localhost", "http+docker://localnpipe")
+#: How the address of an engine on this machine begins.
+_LOCAL_ENGINES = ("unix:", "http+unix:", "npipe:")
 #: One creation at a time in this process.
 _OUTER_LOCK = threading.Lock()
 

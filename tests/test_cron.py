@@ -228,7 +228,7 @@ def test_a_due_time_is_recorded_with_its_rule(bench: Bench) -> None:
 
 
 def dense(on: On, begin: float, end: float) -> list[float]:
-    return [t for t in takewhile_until(pidispatch.cron_ticks(on, begin), end)]
+    return list(takewhile_until(pidispatch.cron_ticks(on, begin), end))
 
 
 def takewhile_until(ticks: Iterator[float], end: float) -> Iterator[float]:

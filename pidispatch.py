@@ -9637,12 +9637,13 @@ def serve(
     _check_limits(settings, service.triggers.rules, limits)
     for limit in limits:
         log_event("not-in-this-version", logging.WARNING, what=limit.found)
+    asked = end_asked()
     service.start(worker=not no_worker)
     crons = [r for r in service.triggers.rules if r.on.type == "cron"]
     if crons and no_worker:
         log_event("cron-off", logging.WARNING, what="cron rules fire in the worker")
     click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
-    wait_for_signal()
+    asked.wait()
     service.stop(end_jobs=stop_jobs)
 
 
@@ -9654,11 +9655,12 @@ def worker(db: Path | None, stop_jobs: bool) -> None:
     settings = settings_of(db)
     set_up_logging(settings)
     labour = Worker(settings, settings.triggers_file)
+    asked = end_asked()
     labour.start()
     if settings.triggers_file is None:
         log_event("cron-off", logging.WARNING, what="PI_TRIGGERS_FILE is not set")
     click.echo(f"working on {plain_text(settings.db)}", err=True)
-    wait_for_signal()
+    asked.wait()
     labour.stop(end_jobs=stop_jobs)
 
 
@@ -9711,13 +9713,12 @@ def _attended(local: LocalRun) -> Record:
         return local.wait(tell)
 
 
-def wait_for_signal() -> None:
-    import signal
-
+def end_asked() -> threading.Event:
+    """Set once we are told to end; also while we still start."""
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: asked.set())
-    asked.wait()
+    return asked
 
 
 _ENV_TEMPLATE = """\

@@ -135,6 +135,9 @@ def check_agent_dir(probe: Probe) -> str:
         " /outbox/.probe /tmp/.probe",
         why="the agent's directories cannot be written",
     )
+    mode = probe.must("stat", "-c", "%a", "/outbox", why="no /outbox").strip()
+    if not int(mode, 8) & 0o002:
+        raise Lie("a local job, which has its folder's owner, could not write /outbox")
     return "agent dir, /workspace, /outbox, /tmp"
 
 
@@ -279,7 +282,11 @@ CHECKS: tuple[tuple[str, str, Callable[[Probe], str]], ...] = (
     ("owner", "/opt/pi-dispatch belongs to root, read-only", check_guardrails_owned),
     ("powers", "a process has no capability", check_powers),
     ("root", "nothing needs a writable root", check_read_only),
-    ("directories", "home, workspace, outbox, tmp are writable", check_agent_dir),
+    (
+        "directories",
+        "home, workspace, tmp are writable, outbox for any user",
+        check_agent_dir,
+    ),
     ("rules", "HARD_RULES.md carries the sentinel", check_rules),
     ("capabilities", "only known capabilities are claimed", check_known),
     ("replicas", "the rules leave the branch to the prompt", check_replicas),

@@ -656,12 +656,15 @@ def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
         "provider",
         "gate image",
         "caps, a look",
+        "folder",
         "token",
         "box",
         "workspace",
         "flow",
         "caps, reserved",
     ]
+    names = {name for name, _ in pidispatch.LADDER}
+    assert names > pidispatch.FORGE_GATES | pidispatch.LOCAL_GATES
 
 
 def test_an_engine_that_is_away_is_waited_for_and_the_run_is_not_lost(

@@ -212,10 +212,6 @@ def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
         (rule(LABEL, resume=True), "resume is refused"),
         (rule(LABEL, publish="agent"), "publish: agent is refused"),
         (rule(LABEL, kind="gitlab"), "this version serves github only"),
-        (
-            rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local"),
-            "cron rules do not fire",
-        ),
     ],
 )
 def test_what_this_version_does_not_do_of_a_rule_is_said(
@@ -224,6 +220,14 @@ def test_what_this_version_does_not_do_of_a_rule_is_said(
     assert words in pidispatch.rule_detail(found)
     assert words in pidispatch.rule_limits(found)[0]
     assert pidispatch.rule_limits(rule(LABEL, replicas=2)) == []
+
+
+def test_a_cron_rule_tells_whose_word_starts_it_and_what_it_touches() -> None:
+    found = rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local")
+    assert pidispatch.rule_limits(found) == []
+    text = pidispatch.rule_detail(found)
+    assert "this machine's clock" in text and "edits your own folder in place" in text
+    assert "the forge lets steer" not in text
 
 
 def test_only_settings_that_nothing_reads_are_called_without_effect() -> None:

@@ -1032,6 +1032,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     own word. `labels` is the item's present set including what was added;
     `added` the labels added by this very event (None: not known). `fault` is a
     drop reason found while parsing. `when` is the item's own time, if given.
+    `incomplete`: the forge's API must tell the rest before this can be judged.
     """
 
     forge: ForgeKind
@@ -1054,6 +1055,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     head: str | None = None
     when: float | None = None
     fault: str | None = None
+    incomplete: bool = False
 
 
 class On(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -2345,7 +2347,8 @@ class Forge(Protocol):
     Header names are in lower case. `verify` raises Unauthorized, `parse`
     Malformed; whatever talks to the API raises InfraError when it could not
     tell, Rejected or Refused on a determinate no. `own_id` is None when there
-    is no identity of ours because no token is configured.
+    is no identity of ours because no token is configured. `complete` fills in
+    what an `incomplete` event left to the API.
     """
 
     kind: ForgeKind
@@ -2355,6 +2358,8 @@ class Forge(Protocol):
     def parse(self, headers: Mapping[str, str], body: bytes) -> Event: ...
 
     def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]: ...
+
+    def complete(self, event: Event) -> Event: ...
 
     def ask(self, event: Event) -> bool: ...
 
@@ -2509,6 +2514,10 @@ class ApiForge(Forge):
     def event_of(self, body: bytes) -> str | None:
         """The event of a stored body without headers, if its fields tell."""
         raise NotImplementedError
+
+    def complete(self, event: Event) -> Event:
+        """Nothing to ask: all of this forge's events are complete."""
+        return event
 
     def own_id(self) -> str | None:
         if self._own is None:
@@ -7271,7 +7280,7 @@ def judge(rules: Sequence[Rule], event: Event, own: str | None) -> Match | Drop:
     if isinstance(found, Drop):
         return found
     if event.actor is None:
-        return Drop("missing-sender-id")
+        return found if event.incomplete else Drop("missing-sender-id")
     return Drop("self") if event.actor.id == own else found
 
 
@@ -7366,6 +7375,8 @@ class Intake:
         found = judge(self.triggers.rules, event, self.own.get(event.forge))
         if isinstance(found, Drop):
             return self._ignored(found.reason)
+        if event.incomplete:
+            return self._park(delivery, found)
         word = self.forges[event.forge].authority(event)
         if word == "denied":
             return self._ignored("not-allowed")
@@ -7519,6 +7530,13 @@ class Inbox:
         if forge is None:
             raise InfraError(f"{event.forge} is not served any more")
         own = self._learn(forge)
+        if event.incomplete:  # no rule could be told apart before
+            event = forge.complete(event)
+            delivery = msgspec.structs.replace(delivery, event=event)
+            found = judge(self.intake.triggers.rules, event, own)
+            if isinstance(found, Drop):
+                return found.reason
+            match = found
         if event.actor is None:
             return "missing-sender-id"
         if event.actor.id == own:

@@ -21,6 +21,7 @@ HONEST: dict[str, str] = {
     "for f in": "",
     "python3 -c \nimport http.server": "read bash fork_join",
     "python3 -c": "200\n401",
+    "touch /outbox": "",
     "touch": "!denied",
 }
 
@@ -84,6 +85,7 @@ LIES: list[tuple[str, PaperProbe]] = [
     ("powers", probe({"cat /proc/self/status": "CapEff:\t00000000a80425fb\n"})),
     ("root", probe({"touch /opt": "made"})),
     ("directories", probe({"mkdir -p": "!denied"})),
+    ("directories", probe({"touch /outbox": "!denied"})),
     ("rules", probe({f"cat {verify_image.RULES_PATH}": "be nice"})),
     ("rules", probe({f"cat {verify_image.RULES_PATH}": "!no such file"})),
     ("capabilities", probe(labels={"capabilities": "replicas,telepathy"})),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,8 @@ class Visit:
     def picture(self, name: str) -> None:
         if PICTURES:
             PICTURES.mkdir(parents=True, exist_ok=True)
-            self.page.screenshot(path=PICTURES / f"{name}.png")
+            whole = name.startswith("compare")
+            self.page.screenshot(path=PICTURES / f"{name}.png", full_page=whole)
 
 
 @pytest.fixture
@@ -96,15 +97,13 @@ def visit(chromium: Browser, here: World) -> Iterator[Any]:
         one.page.close()
 
 
-def look_everywhere(visit: Any, paths: dict[str, str], picture: bool = False) -> None:
+def look_everywhere(visit: Any, paths: Sequence[str]) -> None:
     for width in SIZES:
         for scheme in SCHEMES:
             one = visit(width, scheme)
-            for name, path in paths.items():
+            for path in paths:
                 one.go(path)
                 one.is_sound()
-                if picture:
-                    one.picture(f"{name}-{width}-{scheme}")
             one.page.close()
 
 
@@ -113,9 +112,8 @@ def test_with_no_run_every_page_is_sound_in_both_schemes_and_sizes(
 ) -> None:
     look_everywhere(
         visit,
-        {"home": "/", "runs": "/runs", "triggers": "/triggers", "rule": "/triggers/0",
-         "none": "/runs/gh-none"},
-    )  # fmt: skip
+        ("/", "/runs", "/triggers", "/triggers/0", "/runs/gh-none"),
+    )
 
 
 def test_with_one_set_every_page_is_sound_in_both_schemes_and_sizes(
@@ -124,15 +122,14 @@ def test_with_one_set_every_page_is_sound_in_both_schemes_and_sizes(
     here.change(capture_logs=True)
     here.start()
     job = ended_set(here)[0]
-    paths = {"home": "/", "run": f"/runs/{job}", "compare": f"/compare/{job}"}
-    look_everywhere(visit, paths, picture=True)
+    look_everywhere(visit, ("/", f"/runs/{job}", f"/compare/{job}"))
 
 
 def test_with_five_hundred_runs_the_lists_are_sound(
     here: World, visit: Any, maker: Maker
 ) -> None:
     newest = filled(here, maker, 500)
-    look_everywhere(visit, {"home": "/", "runs": "/runs", "run": f"/runs/{newest}"})
+    look_everywhere(visit, ("/", "/runs", f"/runs/{newest}"))
     page = visit().go("/runs")
     assert page.locator("tbody tr").count() == pidispatch.PANEL_ROWS
     page.get_by_role("link", name="Older").click()
@@ -213,3 +210,43 @@ def test_without_a_script_every_page_still_works(here: World, chromium: Any) -> 
     page.get_by_role("link", name=jobs[0]).first.click()
     assert page.get_by_role("link", name="Compare the set").count() == 1
     context.close()
+
+
+STRAIGHT = "def bend(spoon):\n    return spoon\n"
+FIXES = (
+    (
+        "def bend(spoon):\n    if not spoon:\n        raise ValueError('no spoon')\n"
+        "    return spoon.bent()\n",
+        "def test_bend():\n    assert bend(Spoon()).is_bent\n",
+    ),
+    ("def bend(spoon):\n    return spoon.bent() if spoon else None\n", ""),
+)
+
+
+def test_the_pictures_show_a_set_worth_comparing(here: World, visit: Any) -> None:
+    """And with UPDATE_PICTURES=1 they are taken, for the README."""
+    here.repo.commit("main", {"spoon.py": STRAIGHT}, "Add the spoon")
+    here.start()
+    scripts = []
+    for i, (code, test) in enumerate(FIXES, 1):
+        (here.root / f"code{i}").write_text(code)
+        (here.root / f"test{i}").write_text(test)
+        command = (
+            f"cp {here.root}/code{i} spoon.py && mkdir -p tests && "
+            f"{{ [ ! -s {here.root}/test{i} ] || "
+            f"cp {here.root}/test{i} tests/test_spoon.py; }} && "
+            "git add -A && git commit -qm 'Bend the spoon' && "
+            "printf 'Bend the spoon\\n\\nIt was straight.\\n' "
+            "> $PI_OUTBOX/review-request.md"
+        )
+        steps = [bash(command), say()]
+        scripts.append({"match": f"replica {i} of 2", "steps": steps})
+    here.model.set_scripts(scripts)
+    jobs = here.label()
+    here.wait(jobs)
+    for name, path in (("panel", "/"), ("compare", f"/compare/{jobs[0]}")):
+        for scheme in SCHEMES:
+            one = visit(1280, scheme)
+            page = one.go(path)
+            assert page.get_by_text("r2/2").count()
+            one.picture(f"{name}-{scheme}")

@@ -12,13 +12,14 @@ The map, bottom-up; a section uses only what stands above it:
     settings     one typed object from the environment, .env and the overlay
     identity     job ids, keys, branches, container names; pure functions
     triggers     typed rules, refusals, JSON Schema, matching an event
+    limits       typed scope caps and pause windows, refusals, JSON Schema
     forges       verify, parse, who asks, comment, review request; one class each
     store        all SQL, one writer
     prompts      the Jinja environment; prompt, HARD_RULES, comments
     box          Docker: network, gate, container, wait, stop, reap
     publish      host-side git: mirrors, packs, bundles, pushes, requests
     dispatch     the ladder before spending; one job from claim to record
-    intake       the HTTP edge, the inbox, the triggers watcher
+    intake       the HTTP edge, the inbox, the watchers of rules and limits
     surfaces     tables, run detail, doctor
     cli          click commands: parsing and calling, nothing else
 """
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     import socket
     import sqlite3
     import subprocess
+    from datetime import date
     from ipaddress import IPv4Network
 
     import docker
@@ -574,7 +576,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "The rules; `serve` falls back to ./triggers.json.",
     )
     limits_file: Path | None = _setting(
-        "PI_LIMITS_FILE", _path, None, "Scope caps and pause windows."
+        "PI_LIMITS_FILE",
+        _path,
+        None,
+        "Scope caps and pause windows; `serve` falls back to ./limits.json, if there.",
     )
     settings_file: Path | None = _setting(
         "PI_SETTINGS_FILE", _path, None, "JSON overlay, read again before every job."
@@ -654,10 +659,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "PI_MONTHLY_CAP", _integer(1), None, "Jobs a month."
     )
     soft_hold_pct: int | None = _setting(
-        "PI_SOFT_HOLD_PCT", _integer(1), None, "Hold new jobs at this share of a cap."
+        "PI_SOFT_HOLD_PCT",
+        _integer(1, 99),
+        None,
+        "Refuse new jobs from this share of a job cap on, in percent.",
     )
     daily_token_cap: int | None = _setting(
-        "PI_DAILY_TOKEN_CAP", _integer(1), None, "Tokens a day."
+        "PI_DAILY_TOKEN_CAP",
+        _integer(1),
+        None,
+        "Tokens a day; a job that starts reserves its PI_MAX_TOKENS.",
     )
     timezone: str = _setting("PI_TIMEZONE", _zone, "UTC", "Zone of the caps' windows.")
     target_hourly: int = _setting(
@@ -1633,11 +1644,15 @@ def _finite(number: float) -> bool:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """A value of the file, its path, and the list that its faults go to."""
+    """A value of the file, its path, and the list that its faults go to.
+
+    `strange` says what is told of a key that does not belong there.
+    """
 
     path: str
     value: Any
     faults: list[str]
+    strange: Callable[[str, Sequence[str], str], str]
 
     def at(self, *keys: str | int) -> _Place:
         """What stands below; its value is UNSET where nothing does."""
@@ -1648,7 +1663,7 @@ class _Place(msgspec.Struct, frozen=True):
                 value = value[key]
             except (KeyError, IndexError, TypeError):
                 value = msgspec.UNSET
-        return _Place(path, value, self.faults)
+        return _Place(path, value, self.faults, self.strange)
 
     def refuse(self, why: str) -> None:
         if isinstance(self.value, float) and not _finite(self.value):
@@ -1662,7 +1677,7 @@ class _Place(msgspec.Struct, frozen=True):
             return False
         for key in self.value:
             if key not in fields:
-                self.at(key).refuse(_unknown(key, tuple(fields), name))
+                self.at(key).refuse(self.strange(key, tuple(fields), name))
         return True
 
 
@@ -1670,14 +1685,25 @@ def _folded(name: str) -> str:
     return re.sub(r"[\W_]", "", name.casefold())
 
 
-def _unknown(key: str, fields: Sequence[str], name: str) -> str:
-    """What to say of a key that the object does not know."""
+def _nearest(key: str, words: Iterable[str]) -> str | None:
     import difflib
 
-    home = next((n for n, rows in (("on", _ON), ("run", _RUN)) if key in rows), None)
-    known = {_folded(word): word for word in (*_FOREIGN, *fields)}
+    known = {_folded(word): word for word in words}
     close = difflib.get_close_matches(_folded(key)[:64], known, 1, 0.65)
-    nearest = known[close[0]] if close else None
+    return known[close[0]] if close else None
+
+
+def _unknown(key: str, fields: Sequence[str], name: str) -> str:
+    """What to say of a key that the object does not know."""
+    nearest = _nearest(key, fields)
+    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(fields)}"
+    return f"is not a field of {name}; {hint}"
+
+
+def _unknown_of_rule(key: str, fields: Sequence[str], name: str) -> str:
+    """The same in a rule, where it may be at home elsewhere or in another system."""
+    home = next((n for n, rows in (("on", _ON), ("run", _RUN)) if key in rows), None)
+    nearest = _nearest(key, (*_FOREIGN, *fields))
     if home and key not in _FOREIGN:
         return f"is not a field of {name}; {key} belongs under `{home}`"
     if nearest in _FOREIGN and (key == nearest or nearest not in fields):
@@ -1685,8 +1711,7 @@ def _unknown(key: str, fields: Sequence[str], name: str) -> str:
             f"is the field {nearest} of the source system (pi-dispatch), which"
             f" pidispatch does not have: {_FOREIGN[nearest]}"
         )
-    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(fields)}"
-    return f"is not a field of {name}; {hint}"
+    return _unknown(key, fields, name)
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -1934,16 +1959,26 @@ def _entry(place: _Place) -> _Entry:
     return entry
 
 
+def _listed(root: _Place, key: str, what: str) -> list[_Place]:
+    """The items of an array of the file; refuses what is none."""
+    listed = root.at(key)
+    if not isinstance(listed.value, list):
+        listed.refuse(f"must be an array of {what}; [] is an empty one")
+        return []
+    return [listed.at(i) for i in range(len(listed.value))]
+
+
+def _check_reference(root: _Place) -> None:
+    reference = root.at("$schema")
+    if not isinstance(reference.value, str | msgspec.UnsetType):
+        reference.refuse("must be a string")
+
+
 def _entries(root: _Place) -> list[_Entry]:
     if not root.only(("$schema", "triggers"), "the file"):
         return []
-    listed, reference = root.at("triggers"), root.at("$schema")
-    if not isinstance(reference.value, str | msgspec.UnsetType):
-        reference.refuse("must be a string")
-    if not isinstance(listed.value, list):
-        listed.refuse("must be an array of rules; [] is an empty one")
-        return []
-    entries = [_entry(listed.at(i)) for i in range(len(listed.value))]
+    _check_reference(root)
+    entries = [_entry(place) for place in _listed(root, "triggers", "rules")]
     _refuse_twins(entries, "cron", lambda entry: entry.on.get("id"), "id")
     _refuse_twins(entries, "comment", lambda entry: entry.kind, "phrase")
     return entries
@@ -1975,7 +2010,7 @@ def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
     Faults of the file as a whole begin with their line and column.
     """
     faults: list[str] = []
-    root = _Place("", _parse(text, faults), faults)
+    root = _Place("", _parse(text, faults), faults, _unknown_of_rule)
     entries = _entries(root) if root.value is not msgspec.UNSET else []
     if faults:
         raise Faults(source, faults)
@@ -2006,13 +2041,16 @@ def triggers_schema() -> dict[str, Any]:
     rule = _as_object(
         {"on": _rows_schema(_ON), "run": _rows_schema(_RUN)}, ("on", "run")
     )
-    listed = {"type": "array", "items": rule}
+    return _file_schema("triggers", {"triggers": rule})
+
+
+def _file_schema(title: str, lists: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a file that is an object of arrays, by their items' schemas."""
+    arrays = {name: {"type": "array", "items": item} for name, item in lists.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "pidispatch triggers",
-        **_as_object(
-            {"$schema": {"type": "string"}, "triggers": listed}, ("triggers",)
-        ),
+        "title": f"pidispatch {title}",
+        **_as_object({"$schema": {"type": "string"}, **arrays}, tuple(lists)),
     }
 
 
@@ -2237,6 +2275,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """`owner/repo#7`, as records and logs name the target."""
         return target_name(self.kind, self.repo, self.target.type, self.target.number)
 
+    @property
+    def place(self) -> str:
+        """Where it works, as scopes of limits.json match it: one spelling a place."""
+        if self.kind == "local":
+            return f"local:{os.path.normpath(self.run.folder or '')}"
+        return f"{self.kind}:{self.repo.casefold()}"
+
     def without_text(self) -> Job:
         """What is kept of a job that can run no more: numbers, ids, fixed words."""
         return msgspec.structs.replace(
@@ -2295,6 +2340,303 @@ def _replica(plain: Job, event: Event, i: int, n: int) -> Job:
         replica=i,
         replicas=n,
     )
+
+
+# =============================================================================
+# limits
+#
+# limits.json: what each scope may use, and when nothing of it may start. Typed
+# values, every refusal at load, the JSON Schema, and which windows stand open at
+# a time. Pure, on the machinery of the section above.
+# =============================================================================
+
+Span = Literal["day", "week", "month"]
+SPANS: tuple[Span, ...] = ("day", "week", "month")
+_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+def scope_pattern(scope: str) -> str:
+    """A scope as a glob over `Job.place`; forges ignore the case of names."""
+    if scope == "*":
+        return scope
+    if scope in _KINDS:
+        return f"{scope}:*"
+    if scope.startswith("/"):
+        return "local:" + re.sub(r"([*?[])", r"[\1]", os.path.normpath(scope))
+    name, every = scope.casefold(), scope.endswith("/*")
+    plain = re.sub(r"([*?[])", r"[\1]", name.removesuffix("*") if every else name)
+    return plain + "*" * every
+
+
+def in_scope(pattern: str, place: str) -> bool:
+    """What SQLite's GLOB says of the two, without asking it."""
+    from fnmatch import fnmatchcase
+
+    return fnmatchcase(place, pattern)
+
+
+class ScopeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one scope may use: jobs a window, and jobs at once."""
+
+    scope: str
+    day: int | None = None
+    week: int | None = None
+    month: int | None = None
+    concurrent: int | None = None
+
+    @property
+    def pattern(self) -> str:
+        return scope_pattern(self.scope)
+
+
+class PauseWindow(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    rename={"begins": "from", "ends": "to"},
+):
+    """Wall-clock times of `tz` between which nothing of the scope starts.
+
+    `begins` and `ends` are HH:MM; an end that is not later lies on the next day.
+    `days` and `dates` are those on which it begins; neither means every day.
+    """
+
+    scope: str
+    begins: str
+    ends: str
+    tz: str
+    days: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
+
+    @property
+    def pattern(self) -> str:
+        return scope_pattern(self.scope)
+
+    def until(self, now: float) -> float | None:
+        """When it ends, seconds, if it holds at `now`; None if it does not.
+
+        What the clock on the wall shows decides: an hour that comes twice is
+        paused twice, one that is left out is not.
+        """
+        from datetime import datetime, timedelta
+        from zoneinfo import ZoneInfo
+
+        local = datetime.fromtimestamp(now, ZoneInfo(self.tz))
+        shown, over_night = local.strftime("%H:%M"), self.ends <= self.begins
+        since = local.date() - timedelta(days=over_night and shown < self.ends)
+        first = self.begins <= shown if since == local.date() else True
+        last = shown < self.ends or (over_night and since == local.date())
+        if not (first and last and self._begins_on(since)):
+            return None
+        ends = datetime.combine(since + timedelta(days=over_night), datetime.min.time())
+        hours, minutes = map(int, self.ends.split(":"))
+        ends += timedelta(hours=hours, minutes=minutes)
+        wall = [ends.replace(tzinfo=local.tzinfo, fold=fold) for fold in (0, 1)]
+        return min(t for t in (w.timestamp() for w in wall) if t > now)
+
+    def _begins_on(self, day: date) -> bool:
+        if self.dates:
+            return day.isoformat() in self.dates
+        return not self.days or _DAYS[day.weekday()] in self.days
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """All of limits.json."""
+
+    scopes: tuple[ScopeRow, ...] = ()
+    pauses: tuple[PauseWindow, ...] = ()
+
+    def paused(self, now: float) -> dict[str, float]:
+        """The scopes in which nothing starts now, each with its latest end."""
+        ends: dict[str, float] = {}
+        for window in self.pauses:
+            until = window.until(now)
+            if until is not None:
+                ends[window.scope] = max(until, ends.get(window.scope, 0))
+        return ends
+
+
+NO_LIMITS = Limits()
+
+_SEGMENT_OF_SCOPE = r"[^/*\x00-\x20\x7f](?:[^/*\x00-\x1f\x7f]*[^/*\x00-\x20\x7f])?"
+_SCOPE = _Row(
+    _matching(
+        rf"^(?:\*|{'|'.join(_KINDS)}|/(?:[^\x00-\x1f\x7f]*[^/\x00-\x20\x7f])?"
+        rf"|(?:{'|'.join(FORGES)}):(?:{_SEGMENT_OF_SCOPE}/)+(?:\*|{_SEGMENT_OF_SCOPE}))"
+        r"$(?!\n)"
+    ),
+    f"must be * for everything, a kind ({', '.join(_KINDS)}), a forge's owner "
+    "(github:octo/*), a forge's repository (github:octo/spoon), or the absolute "
+    "path of a local job's folder, without a slash at its end",
+    required=True,
+)
+_JOBS = _Row(*_COUNTED)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+
+
+def _date_fault(days: Sequence[str]) -> str | None:
+    from datetime import date
+
+    for day in days:
+        try:
+            date.fromisoformat(day)
+        except ValueError:
+            return f"names a day that is none: {day}"
+    return _repeats(days)
+
+
+_SCOPE_ROW: dict[str, _Row] = {
+    "scope": _SCOPE,
+    **dict.fromkeys((*SPANS, "concurrent"), _JOBS),
+}
+_PAUSE: dict[str, _Row] = {
+    "scope": _SCOPE,
+    "from": _Row(
+        _matching(rf"^{_TIME}$(?!\n)"), "must be a time as HH:MM", required=True
+    ),
+    "to": _Row(
+        _matching(rf"^(?:{_TIME}|24:00)$(?!\n)"),
+        "must be a time as HH:MM, at most 24:00",
+        required=True,
+    ),
+    "tz": _Row(
+        str, "must be an IANA time zone; PI_TIMEZONE without it", fault=_zone_fault
+    ),
+    "days": _Row(
+        *_some_of(_DAYS), each=f"must be one of {', '.join(_DAYS)}", fault=_repeats
+    ),
+    "dates": _Row(
+        _several(_matching(r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$(?!\n)")),
+        "must be a non-empty array of dates as YYYY-MM-DD",
+        each="must be a date as YYYY-MM-DD",
+        fault=_date_fault,
+    ),
+}
+
+
+class _LimitRule(NamedTuple):
+    """A rule between the fields of an item: the field refused, when, and why."""
+
+    field: str
+    wrong: Callable[[Mapping[str, Any]], bool]
+    why: str
+
+
+_SCOPE_RULES = (
+    _LimitRule(
+        "",
+        lambda row: not set(row) - {"scope"},
+        "limits nothing: give it day, week, month or concurrent",
+    ),
+)
+_PAUSE_RULES = (
+    _LimitRule(
+        "to",
+        lambda row: row.get("from") is not None and row.get("from") == row.get("to"),
+        "is the same as from; a whole day is 00:00 to 24:00",
+    ),
+    _LimitRule(
+        "dates",
+        lambda row: "days" in row and "dates" in row,
+        "may not stand beside days: use a window for each",
+    ),
+)
+
+
+def _limit_items(
+    places: Sequence[_Place],
+    rows: Mapping[str, _Row],
+    rules: Sequence[_LimitRule],
+    identity: Callable[[Mapping[str, Any]], object],
+) -> list[dict[str, Any]]:
+    """The right fields of each item; refuses one that an earlier one repeats."""
+    first: dict[object, str] = {}
+    items = []
+    for place in places:
+        item = _fields(place, rows, "scope")
+        wrong = [rule for rule in rules if "scope" in item and rule.wrong(item)]
+        for rule in wrong:
+            place.at(*[rule.field] * bool(rule.field)).refuse(rule.why)
+        earlier = first.setdefault(identity(item), place.path) if item else place.path
+        if earlier != place.path:
+            place.refuse(f"repeats {earlier}; keep one")
+        items.append(item)
+    return items
+
+
+def load_limits(text: bytes, source: str, zone: str = "UTC") -> Limits:
+    """Validate a whole limits file; raises `Faults` naming every fault.
+
+    `zone` is that of pause windows that name none. Faults read as those of
+    `load_triggers` do.
+    """
+    faults: list[str] = []
+    root = _Place("", _parse(text, faults), faults, _unknown)
+    scopes, pauses = _limit_lists(root) if root.value is not msgspec.UNSET else ([], [])
+    if faults:
+        raise Faults(source, faults)
+    return Limits(
+        msgspec.convert(scopes, tuple[ScopeRow, ...]),
+        msgspec.convert([{"tz": zone, **row} for row in pauses], _PauseWindows),
+    )
+
+
+_PauseWindows = tuple[PauseWindow, ...]
+
+
+def _limit_lists(root: _Place) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    if not root.only(("$schema", "scopes", "pauseWindows"), "the file"):
+        return [], []
+    _check_reference(root)
+    return (
+        _limit_items(
+            _listed(root, "scopes", "scope rows"),
+            _SCOPE_ROW,
+            _SCOPE_RULES,
+            lambda row: scope_pattern(row.get("scope", "")),
+        ),
+        _limit_items(
+            _listed(root, "pauseWindows", "pause windows"),
+            _PAUSE,
+            _PAUSE_RULES,
+            lambda row: json.dumps(row, sort_keys=True),
+        ),
+    )
+
+
+_NO_LIMITS_FIX = "name another file, or let `pidispatch init` write an empty one"
+
+
+def read_limits(settings: Settings, named: Path | None = None) -> Limits:
+    """The limits of the file that `serve` takes; without any there are none.
+
+    Only ./limits.json may be absent: a file that is named must be there. Raises
+    `Faults`.
+    """
+    path = limits_path(settings, named)
+    if path == LIMITS_DEFAULT and not os.path.lexists(path):
+        return NO_LIMITS
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise Faults(str(path), [f"cannot be read: {why}"], _NO_LIMITS_FIX) from error
+    return load_limits(text, str(path), settings.timezone)
+
+
+LIMITS_DEFAULT = Path("limits.json")
+
+
+def limits_path(settings: Settings, named: Path | None = None) -> Path:
+    """The limits' file: named, PI_LIMITS_FILE, else ./limits.json."""
+    return named or settings.limits_file or LIMITS_DEFAULT
+
+
+def limits_schema() -> dict[str, Any]:
+    """The JSON Schema of limits.json, from the rows that validate it."""
+    items = {"scopes": _rows_schema(_SCOPE_ROW), "pauseWindows": _rows_schema(_PAUSE)}
+    return _file_schema("limits", items)
 
 
 # =============================================================================

@@ -433,7 +433,7 @@ def test_a_spent_cap_is_seen_before_anything_is_minted(bench: Bench) -> None:
 def test_a_cap_spent_meanwhile_refuses_at_the_reservation_and_removes_the_box(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.store, "peek_caps", lambda caps: None)
+    monkeypatch.setattr(bench.store, "peek_caps", lambda *asked: None)
     bench.dispatcher.settings = msgspec.structs.replace(
         bench.dispatcher.settings, daily_cap=1
     )
@@ -646,7 +646,7 @@ def test_each_replica_may_run_on_its_own_model(bench: Bench) -> None:
 
 
 def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
-    assert [name for name, _ in pidispatch.LADDER] == [
+    assert [gate.name for gate in pidispatch.LADDER] == [
         "overlay",
         "image",
         "forges",

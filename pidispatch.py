@@ -2346,9 +2346,9 @@ def _replica(plain: Job, event: Event, i: int, n: int) -> Job:
 # =============================================================================
 # limits
 #
-# The file limits.json: what each scope may use, and when nothing of it may start. Typed
-# values, every refusal at load, the JSON Schema, and which windows stand open at
-# a time. Pure, on the machinery of the section above.
+# What each scope may use, and when nothing of it may start: limits.json as typed
+# values, every refusal at load, its JSON Schema, and which pauses hold at a time.
+# Built on the rows and places of the section above; knows nothing of the queue.
 # =============================================================================
 
 Span = Literal["day", "week", "month"]
@@ -2517,7 +2517,7 @@ _PAUSE: dict[str, _Row] = {
 
 
 class _LimitRule(NamedTuple):
-    """A rule between the fields of an item: the field refused, when, and why."""
+    """A rule between the fields of an item as written: which is refused, and why."""
 
     field: str
     wrong: Callable[[Mapping[str, Any]], bool]
@@ -2556,7 +2556,7 @@ def _limit_items(
     items = []
     for place in places:
         item = _fields(place, rows, "scope")
-        wrong = [rule for rule in rules if "scope" in item and rule.wrong(item)]
+        wrong = [rule for rule in rules if "scope" in item and rule.wrong(place.value)]
         for rule in wrong:
             place.at(*[rule.field] * bool(rule.field)).refuse(rule.why)
         name = identity(item) if "scope" in item else place.path
@@ -9779,7 +9779,7 @@ def triggers_try(
 
 @main.group()
 def limits() -> None:
-    """Look at scope caps and pause windows; `status` shows their use."""
+    """Look at scope caps and pause windows."""
 
 
 @limits.command("check")
@@ -9853,7 +9853,7 @@ def logs(job: str, db: Path | None, follow: bool) -> None:
 @db_option
 @json_option
 def status(db: Path | None, as_json: bool) -> None:
-    """The queue, what is used of each cap, holds, deliveries by their end."""
+    """The queue, the caps, holds, deliveries by end."""
     settings = settings_of(db)
     with contextlib.suppress(Refused):  # doctor and every refused job say why
         settings = with_overlay(settings)

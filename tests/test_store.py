@@ -237,31 +237,6 @@ def test_a_late_write_of_an_older_claim_changes_nothing(
     assert store.start(new, CAPS) is None
 
 
-def test_twenty_claims_race_for_five_slots_and_exactly_five_start(
-    store: Store, maker: Maker
-) -> None:
-    """T51."""
-    for number in range(20):
-        maker.admit(store, target=pidispatch.Target("issue", number + 1))
-    caps = Caps(5, None, None, "UTC")
-    answers: list[str | None] = []
-    gun = threading.Barrier(20)
-
-    def race() -> None:
-        mine = claimed(store)
-        gun.wait()
-        answers.append(reason(store.start(mine, caps)))
-
-    threads = [threading.Thread(target=race) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers.count(None) == 5
-    assert answers.count("over-budget") == 15
-    assert store.status(caps, store.clock()).used == 5
-
-
 def test_one_slot_and_two_replicas_is_one_run_and_one_refusal_by_name(
     store: Store, maker: Maker
 ) -> None:

@@ -315,7 +315,7 @@ class Ledger(RuleBasedStateMachine):
     work, and the figures of the attempts that were kept.
     """
 
-    SLOTS, TOKENS, BUDGET = 4, 3_500, 1_000
+    SLOTS, TOKENS, BUDGET = 3, 2_500, 1_000
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,19 +338,15 @@ class Ledger(RuleBasedStateMachine):
         return len(self.starting) + len(self.running)
 
     @rule()
-    def deliver(self) -> None:
+    def claim(self) -> None:
         target = pidispatch.Target("issue", self.maker.count + 1)
         self.maker.admit(self.store, target=target)
+        self.claims.append(claimed(self.store))
 
-    @rule()
-    def claim(self) -> None:
-        found = self.store.claim()
-        if found:
-            self.claims.append(found)
-
-    @precondition(lambda self: self.claims)
     @rule()
     def reserve(self) -> None:
+        if not self.claims:
+            self.claim()
         job = self.claims.pop()
         slots = len(self.kept) + self.held < self.SLOTS
         spent = sum(self.kept) + self.BUDGET * (self.held + 1)

@@ -3636,14 +3636,16 @@ _FORGE_CLASSES: dict[str, type[ApiForge]] = {"github": GitHub, "gitlab": GitLab}
 
 
 def forges_of(
-    settings: Settings, session: requests.Session | None = None
+    settings: Settings,
+    session: requests.Session | None = None,
+    clock: Clock = time.time,
 ) -> dict[str, Forge]:
     """The served forges: those with a webhook secret. Unset never means no check."""
     import requests
 
     session = session or requests.Session()
     return {
-        kind: forge(settings, session)
+        kind: forge(settings, session, clock)
         for kind, forge in _FORGE_CLASSES.items()
         if forge.secrets(settings)
     }
@@ -8679,7 +8681,7 @@ class Service:
         clock: Clock = time.time,
     ) -> None:
         self.settings = settings
-        self.forges = forges_of(settings)
+        self.forges = forges_of(settings, clock=clock)
         self.triggers = TriggersFile(triggers, frozenset(self.forges))
         self.store = Store(settings.db, clock)
         self.engine = engine or DockerEngine(settings, self.store.instance())

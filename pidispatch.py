@@ -3230,7 +3230,7 @@ _GITLAB_ISSUE = dict.fromkeys(("open", "update", "reopen"), "label") | {
 #: What makes a merge request a draft, before any other word of its title.
 _DRAFT = re.compile(r"\A(?:\s*(?:\[draft\]|\(draft\)|draft:))+\s*", re.IGNORECASE)
 #: A line that GitLab would obey ("Quick actions"): a name, then its arguments.
-_QUICK_ACTION = re.compile(r"^([ \t]*)/(?=[A-Za-z]\w*(?:[ \t]|$))", re.MULTILINE)
+_QUICK_ACTION = re.compile(r"^(\s*)/(?=[A-Za-z][\w-]*(?:\s|$))", re.MULTILINE)
 
 
 def _path_of(value: object) -> str | None:
@@ -3248,8 +3248,11 @@ def _label_ids(labels: object) -> dict[str, str]:
 
 
 def _unobeyed(text: str) -> str:
-    """Text in which GitLab finds no quick action: `/merge` is only shown."""
-    return _QUICK_ACTION.sub(r"\1\\/", text)
+    """Text in which GitLab finds no quick action: `/merge` is only shown.
+
+    It looks after it has dropped every carriage return, so we drop them first.
+    """
+    return _QUICK_ACTION.sub(r"\1\\/", text.replace("\r", ""))
 
 
 class GitLab(ApiForge):
@@ -9433,7 +9436,8 @@ def _check_forges(
         checks.append(Check(kind, "ok", f"served; token works (id {own}); {hint}"))
     if not served:
         found = "no forge is served"
-        fix = "set WEBHOOK_SECRET and GITHUB_PAT; see the README"
+        names = " or ".join(FORGES[kind].secret_variable for kind in _FORGE_CLASSES)
+        fix = f"set {names}, and what the README says of that forge"
         checks.append(Check("forges", "fail", found, fix))
 
 

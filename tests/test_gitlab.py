@@ -933,6 +933,17 @@ def test_quick_actions_that_an_agent_writes_are_shown_and_not_obeyed(
     assert pull.merged, "the fake does obey one that is not ours"
 
 
+@pytest.mark.parametrize(
+    "line", ["/merge", "/MERGE now", "\r/merge", "/mer\rge", " \t/merge", "/a-b_c x"]
+)
+def test_no_spelling_of_a_quick_action_gets_through(line: str) -> None:
+    for text in (line, f"x\n{line}\ny", f"```\n{line}\n```"):
+        left = pidispatch._unobeyed(text)
+        assert not any(row.lstrip().startswith("/") for row in left.split("\n"))
+    for kept in ("/usr/bin/x", "a /merge", "\\/merge", "/", "/ merge", "//x", "/1"):
+        assert pidispatch._unobeyed(kept) == kept
+
+
 def open_one(fake: demo.FakeGitLab, head: str = "pi/issue-7") -> pidispatch.Request:
     repo = fake.repos[REPO]
     if repo.branch(head) is None:
@@ -1292,6 +1303,29 @@ def test_a_draft_that_a_person_made_keeps_its_state_through_a_second_run(
         outside = pidispatch.Outside(world.settings.db)
         pidispatch.publish_by_hand(world.settings, outside, job, None)
     assert sorted(p.title for p in world.pulls().values()) == titles
+
+
+# -- doctor ----------------------------------------------------------------------
+
+
+def test_doctor_tests_the_token_and_says_how_a_hook_is_switched_on_again(
+    fake: demo.FakeGitLab,
+) -> None:
+    """T10."""
+
+    def check(**fields: Any) -> pidispatch.Check:
+        checks: list[pidispatch.Check] = []
+        served = {"gitlab_url": fake.url, "gitlab_webhook_secret": ("s",), **fields}
+        pidispatch._check_forges(Settings(**served), (_rule(),), checks)
+        [found] = checks
+        return found
+
+    good = check(gitlab_token="t0ken")
+    assert (good.name, good.state) == ("gitlab", "ok")
+    assert "switch it on again with Settings, Webhooks, Test" in good.found
+    none, wrong = check(gitlab_token=None), check(gitlab_token="wrong")
+    assert (none.state, wrong.state) == ("fail", "fail")
+    assert "GITLAB_TOKEN" in str(none.fix)
 
 
 # -- the answers of the edge -------------------------------------------------------

@@ -211,7 +211,7 @@ def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
     [
         (rule(LABEL, resume=True), "resume is refused"),
         (rule(LABEL, publish="agent"), "publish: agent is refused"),
-        (rule(LABEL, kind="gitlab"), "this version serves github only"),
+        (rule(LABEL, kind="azure", repository="r"), pidispatch._ONLY),
     ],
 )
 def test_what_this_version_does_not_do_of_a_rule_is_said(

@@ -712,6 +712,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     github_api_url: str = _setting(
         "GITHUB_API_URL", _url, "https://api.github.com", "GitHub's API."
     )
+    forgejo_url: str | None = _setting(
+        "FORGEJO_URL", _url, None, "Forgejo's or Gitea's address, sub-path included."
+    )
+    forgejo_token: str | None = _setting(
+        "FORGEJO_TOKEN", _text, None, "Access token of an account of ours there."
+    )
+    forgejo_bot_id: int | None = _setting(
+        "FORGEJO_BOT_ID", _integer(1), None, "That account's id; asked when unset."
+    )
+    forgejo_webhook_secret: tuple[str, ...] = _setting(
+        "FORGEJO_WEBHOOK_SECRET",
+        _secrets,
+        (),
+        "Forgejo's webhook secrets, comma separated.",
+    )
     providers: Mapping[str, Provider] = msgspec.field(
         default_factory=lambda: dict(PROVIDERS)
     )
@@ -730,6 +745,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 SETTINGS: Mapping[str, SettingRow] = dict(
     zip(Settings.__struct_fields__, _ROWS, strict=False)  # the last two have none
 )
+
+
+#: What serves nothing without another setting: the secret, and the address it needs.
+_NEEDS = {"forgejo_webhook_secret": "forgejo_url"}
 
 
 def load_settings(
@@ -751,6 +770,10 @@ def load_settings(
         for name, row in providers.items()
         if values.get(row.key_variable, "").strip()
     }
+    for name, needed in _NEEDS.items():
+        if name in parsed and needed not in parsed:
+            given, absent = SETTINGS[name].variable, SETTINGS[needed].variable
+            faults.append(f"{given} is set and {absent} is not")
     if faults:
         raise Faults("settings", faults, "correct the environment or .env")
     return Settings(**parsed)
@@ -965,6 +988,11 @@ def siblings(replica: int | None, replicas: int | None) -> tuple[int, ...]:
     return tuple(i for i in range(1, (replicas or 0) + 1) if i != replica)
 
 
+def label_digest(name: str) -> str:
+    """What is remembered of a label: enough to know it again."""
+    return _digest(name, 16)
+
+
 def comment_marker(name: str, kind: str) -> str:
     """The hidden last line of a comment, by which it is found and never repeated."""
     return f"<!-- pidispatch:{name}:{kind} -->"
@@ -1033,6 +1061,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     `added` the labels added by this very event (None: not known). `fault` is a
     drop reason found while parsing. `when` is the item's own time, if given.
     `incomplete`: the forge's API must tell the rest before this can be judged.
+    `remember`: the labels the item has from now on, of a forge that does not say
+    what an event added.
     """
 
     forge: ForgeKind
@@ -1056,6 +1086,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     when: float | None = None
     fault: str | None = None
     incomplete: bool = False
+    remember: tuple[str, ...] | None = None
 
 
 class On(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -2090,6 +2121,12 @@ def match_event(rules: Sequence[Rule], event: Event) -> Match | Drop:
     return nearest
 
 
+def wants_added(event: Event) -> bool:
+    """Whether the labels that the event added decide, and are not known."""
+    mode = _LABEL_ACTIONS[event.forge].get(event.action)
+    return event.added is None and mode == "added"
+
+
 def _actionable(event: Event) -> bool:
     """Whether some rule type of the forge knows the event's action."""
     row = FORGES[event.forge]
@@ -2348,7 +2385,8 @@ class Forge(Protocol):
     Malformed; whatever talks to the API raises InfraError when it could not
     tell, Rejected or Refused on a determinate no. `own_id` is None when there
     is no identity of ours because no token is configured. `complete` fills in
-    what an `incomplete` event left to the API.
+    what an `incomplete` event left to the API; `signed` are the bytes that the
+    credential vouches for.
     """
 
     kind: ForgeKind
@@ -2358,6 +2396,8 @@ class Forge(Protocol):
     def parse(self, headers: Mapping[str, str], body: bytes) -> Event: ...
 
     def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]: ...
+
+    def signed(self, headers: Mapping[str, str], body: bytes) -> bytes: ...
 
     def complete(self, event: Event) -> Event: ...
 
@@ -2492,6 +2532,11 @@ class ApiForge(Forge):
     delivery_header: ClassVar[str]
     api: str
     api_headers: ClassVar[Mapping[str, str]] = {}
+    #: Which trigger type a served action may fire, by event.
+    served: ClassVar[Mapping[str, Mapping[str, str]]]
+    #: What doctor says when there is no token, and of deliveries that were missed.
+    token_fix: ClassVar[str]
+    missed: ClassVar[str]
 
     def __init__(
         self, settings: Settings, session: requests.Session, clock: Clock = time.time
@@ -2511,6 +2556,10 @@ class ApiForge(Forge):
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         return _form_payload(body) if media == FORM_TYPE else body
 
+    def signed(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The raw body, whatever its encoding."""
+        return body
+
     def event_of(self, body: bytes) -> str | None:
         """The event of a stored body without headers, if its fields tell."""
         raise NotImplementedError
@@ -2518,6 +2567,17 @@ class ApiForge(Forge):
     def complete(self, event: Event) -> Event:
         """Nothing to ask: all of this forge's events are complete."""
         return event
+
+    def _fault(
+        self, name: str, kind: str | None, repo: str | None, target: Target | None
+    ) -> str | None:
+        if name not in self.served:
+            return "unhandled-event"
+        if kind is None:
+            return "action-not-actionable"
+        if repo is None:
+            return "no-repository"
+        return None if target else "missing-number"
 
     def own_id(self) -> str | None:
         if self._own is None:
@@ -2529,6 +2589,29 @@ class ApiForge(Forge):
 
     def _who_we_are(self) -> str | None:
         raise NotImplementedError
+
+    def _token(self, repo: str) -> str:
+        """The token of our own API calls. Raises Refused when there is none."""
+        raise NotImplementedError
+
+    def _holds(self, event: Event, *permissions: str) -> bool:
+        """Whether the actor has one of them. A login that has since passed to
+        another account answers for that account, so its id must be the actor's."""
+        if event.repo is None or event.actor is None or not event.actor.login:
+            return False
+        what, login = "read a permission", _quoted(event.actor.login)
+        path = f"/repos/{event.repo}/collaborators/{login}/permission"
+        try:
+            token = self._token(event.repo)
+            found = self._call(what, _GitHubPermission, "GET", path, token)
+        except Rejected as error:
+            if error.status == 404:
+                return False
+            raise InfraError(error.message, "may the token read it?") from error
+        except Refused as error:
+            raise InfraError(error.message, error.fix) from error
+        same = found.user is None or str(found.user.id) == event.actor.id
+        return same and found.permission in permissions
 
     def _limited(self, response: requests.Response) -> bool:
         return response.status_code == 429
@@ -2690,6 +2773,15 @@ def _actor(user: object) -> Actor | None:
     return Actor(number, _str(found.login)) if number else None
 
 
+def _is_said(notes: Iterable[_GitHubNote], marker: str, own: str | None) -> bool:
+    """Whether one of them is ours and holds the marker."""
+    return any(
+        marker in (note.body or "")
+        for note in notes
+        if note.user is None or own is None or str(note.user.id) == own
+    )
+
+
 def _label_names(*labels: object) -> tuple[str, ...]:
     names = (_str(_shaped(_GitHubLabel, label).name) for label in labels)
     return tuple(dict.fromkeys(name for name in names if name))
@@ -2703,6 +2795,8 @@ class GitHub(ApiForge):
     """
 
     kind: ForgeKind = "github"
+    token_fix = "set GITHUB_PAT; see the README"
+    missed = "redeliver missed ones there, GitHub never does so by itself"
     secret_field = "webhook_secret"
     event_header = "x-github-event"
     delivery_header = "x-github-delivery"
@@ -2711,9 +2805,8 @@ class GitHub(ApiForge):
         "X-GitHub-Api-Version": "2022-11-28",
         "User-Agent": f"pidispatch/{__version__}",
     }
-    #: Which trigger type a served action may fire. `opened` and `reopened` of
-    #: an issue are for rules that match the labels present.
-    served: ClassVar[Mapping[str, Mapping[str, str]]] = {
+    #: `opened` and `reopened` of an issue are for rules that match the labels present.
+    served = {
         "issues": {
             "labeled": "label",
             "opened": "label",
@@ -2811,17 +2904,6 @@ class GitHub(ApiForge):
         kind: TargetType = "pull_request" if request else "issue"
         return Target(kind, number, _str(item.title), _str(item.body))
 
-    def _fault(
-        self, name: str, kind: str | None, repo: str | None, target: Target | None
-    ) -> str | None:
-        if name not in self.served:
-            return "unhandled-event"
-        if kind is None:
-            return "action-not-actionable"
-        if repo is None:
-            return "no-repository"
-        return None if target else "missing-number"
-
     # --- who asked
 
     def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
@@ -2841,23 +2923,7 @@ class GitHub(ApiForge):
         return "ask" if self.settings.github_authority == "api" else "allowed"
 
     def ask(self, event: Event) -> bool:
-        """Whether the actor may write. A login that has since passed to another
-        account answers for that account, so its id must be the actor's."""
-        if event.repo is None or event.actor is None or not event.actor.login:
-            return False
-        what, login = "read a permission", _quoted(event.actor.login)
-        path = f"/repos/{event.repo}/collaborators/{login}/permission"
-        try:
-            token = self._token(event.repo)
-            found = self._call(what, _GitHubPermission, "GET", path, token)
-        except Rejected as error:
-            if error.status == 404:
-                return False
-            raise InfraError(error.message) from error
-        except Refused as error:
-            raise InfraError(error.message, error.fix) from error
-        same = found.user is None or str(found.user.id) == event.actor.id
-        return same and found.permission in ("admin", "write")
+        return self._holds(event, "admin", "write")
 
     def _who_we_are(self) -> str | None:
         what = "read our own account"
@@ -2988,12 +3054,10 @@ class GitHub(ApiForge):
         """Post once: a comment of ours that holds the marker is the same one."""
         path = f"/repos/{repo}/issues/{target.number}/comments"
         token, own = self._token(repo), self.own_id()
-        for note in self._pages("read the comments", list[_GitHubNote], path, token):
-            ours = note.user is None or own is None or str(note.user.id) == own
-            if ours and marker in (note.body or ""):
-                return
-        said = text if marker in text else f"{text}\n\n{marker}"
-        self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
+        notes = self._pages("read the comments", list[_GitHubNote], path, token)
+        if not _is_said(notes, marker, own):
+            said = text if marker in text else f"{text}\n\n{marker}"
+            self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
 
     def find_request(self, repo: str, head: str) -> Request | None:
         """The open pull request of exactly this branch of this repository.
@@ -3035,6 +3099,359 @@ class GitHub(ApiForge):
         self._call(what, _GitHubPull, "PATCH", path, self._token(repo), asked)
 
 
+class _ForgejoReview(msgspec.Struct):
+    type: Any = None
+    content: Any = None
+
+
+class _ForgejoChanges(msgspec.Struct):
+    """What Gitea says of a label change since 1.25; Forgejo says nothing."""
+
+    added_labels: list[_GitHubLabel | _Odd] | str | int | float | bool | None = None
+    removed_labels: list[_GitHubLabel | _Odd] | str | int | float | bool | None = None
+
+
+class _ForgejoDelivery(msgspec.Struct):
+    """Items, people and repositories have the shape of GitHub's."""
+
+    action: Any = None
+    issue: _GitHubItem | _Odd = None
+    pull_request: _GitHubItem | _Odd = None
+    is_pull: Any = None
+    comment: _GitHubItem | _Odd = None
+    review: _ForgejoReview | _Odd = None
+    changes: _ForgejoChanges | _Odd = None
+    repository: _GitHubRepository | _Odd = None
+    sender: _GitHubUser | _Odd = None
+
+
+class _ForgejoIssue(msgspec.Struct):
+    title: str
+    body: str | None = None
+
+
+class _ForgejoBranch(msgspec.Struct):
+    protected: bool
+    user_can_push: bool
+
+
+class _ForgejoMoment(msgspec.Struct):
+    """A row of an issue's timeline; `body` of a label's row is "1" when it came."""
+
+    type: str | int
+    created_at: str
+    body: str | None = None
+    label: _GitHubLabel | None = None
+
+
+class Forgejo(ApiForge):
+    """Forgejo and Gitea, codeberg.org among them.
+
+    Facts: the sources of both (`services/webhook`, `services/convert`,
+    `routers/api/v1/repo`) and forgejo.org/docs, "Webhooks", "API usage".
+    """
+
+    kind: ForgeKind = "forgejo"
+    token_fix = "set FORGEJO_TOKEN or FORGEJO_BOT_ID; see the README"
+    missed = "replay missed ones from the webhook's page, it never does so by itself"
+    secret_field = "forgejo_webhook_secret"
+    event_header = "x-forgejo-event"
+    delivery_header = "x-forgejo-delivery"
+    api_headers = {
+        "Accept": "application/json",
+        "User-Agent": f"pidispatch/{__version__}",
+    }
+    #: `pull_request_comment` and its like are reviews; no rule can name them.
+    served = {
+        "issues": {
+            "label_updated": "label",
+            "opened": "label",
+            "reopened": "label",
+            "closed": "issue",
+        },
+        "issue_comment": {"created": "comment"},
+        "pull_request": dict.fromkeys(
+            ("label_updated", "opened", "synchronized", "reopened", "closed"),
+            "pull_request",
+        ),
+    }
+    #: Each signature that may stand in a delivery, and what stands before its hex.
+    signatures = (
+        ("x-forgejo-signature", ""),
+        ("x-gitea-signature", ""),
+        ("x-hub-signature-256", "sha256="),
+    )
+    #: Rows asked for at once: what a server gives at most, unless its operator
+    #: says otherwise (MAX_RESPONSE_ITEMS).
+    page = 50
+    #: Seconds between a label's row in the timeline and its issue's new time.
+    slack = 2.0
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        super().__init__(settings, session, clock)
+        self.url = settings.forgejo_url or ""
+        self.api = f"{self.url}/api/v1"
+
+    # --- a delivery
+
+    def signed(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The JSON, also of a form: the same JSON in another form is no other."""
+        return self.json_of(headers, body)
+
+    def verify(self, headers: Mapping[str, str], body: bytes) -> None:
+        """All signatures that are there must hold, one at least; empty ones, as
+        of a webhook without a secret, never do."""
+        try:
+            text = self.signed(headers, body)
+        except Malformed as error:
+            raise Unauthorized("forgejo: a form without what is signed") from error
+        keys = self.settings.forgejo_webhook_secret
+        held = [
+            headers[name].startswith(scheme)
+            and _mac_holds(keys, headers[name].removeprefix(scheme), text)
+            for name, scheme in self.signatures
+            if name in headers
+        ]
+        if not held or not all(held):
+            raise Unauthorized("forgejo: a signature does not hold")
+
+    def parse(self, headers: Mapping[str, str], body: bytes) -> Event:
+        """Gitea sends X-Gitea-* alone, Forgejo both with one value; the X-GitHub-*
+        that both send as well are nobody's here."""
+        name, delivery = (
+            headers.get(f"x-gitea-{word}", headers.get(f"x-forgejo-{word}", "")).strip()
+            for word in ("event", "delivery")
+        )
+        if not name or not delivery:
+            raise Malformed("X-Forgejo-Event and X-Forgejo-Delivery are required")
+        sent = _decode(_ForgejoDelivery, self.json_of(headers, body))
+        return self._event(name, delivery, sent)
+
+    def event_of(self, body: bytes) -> str | None:
+        sent = _decode(_ForgejoDelivery, body)
+        verdict = _str(_shaped(_ForgejoReview, sent.review).type)
+        names = {
+            verdict.replace("_review", ""): verdict,
+            "issue_comment": sent.comment and sent.issue,
+            "pull_request": sent.pull_request and not sent.comment,
+            "issues": sent.issue,
+        }
+        return next((name for name, there in names.items() if there), None)
+
+    def _event(self, name: str, delivery: str, sent: _ForgejoDelivery) -> Event:
+        item = _shaped(_GitHubItem, sent.issue or sent.pull_request)
+        comment = _shaped(_GitHubItem, sent.comment)
+        review = _shaped(_ForgejoReview, sent.review)
+        repository = _shaped(_GitHubRepository, sent.repository)
+        repo, target = _owner_and_name(repository.full_name), self._target(sent, item)
+        action = _str(sent.action) or None
+        kind = self.served.get(name, {}).get(action or "")
+        if name == "issues" and target and target.type == "pull_request":
+            kind = None
+        added = _forgejo_added(sent.changes) if action == "label_updated" else None
+        present = item.labels if isinstance(item.labels, list) else None
+        # `label_cleared` still lists what it cleared
+        listed = () if action == "label_cleared" else _label_names(*(present or ()))
+        labels = tuple(dict.fromkeys((*listed, *(added or ()))))
+        request = sent.pull_request if target and sent.pull_request else item
+        sha = _str(_shaped(_GitHubHead, _shaped(_GitHubItem, request).head).sha)
+        known = present is not None and repo is not None and target is not None
+        return Event(
+            forge="forgejo",
+            delivery=delivery,
+            name=name,
+            kind=cast(Any, kind),
+            action=action,
+            repo=repo,
+            repo_id=_id(repository.id),
+            target=target,
+            actor=_actor(sent.sender),
+            author=_actor(comment.user if sent.comment else item.user),
+            labels=labels,
+            added=added,
+            comment=_str(comment.body) if sent.comment else None,
+            comment_id=_id(comment.id),
+            review=_str(review.content) if sent.review else None,
+            head=sha if _SHA.fullmatch(sha) else None,
+            when=_time(item.updated_at),
+            fault=self._fault(name, kind, repo, target),
+            remember=labels if known else None,
+        )
+
+    @staticmethod
+    def _target(sent: _ForgejoDelivery, item: _GitHubItem) -> Target | None:
+        """`is_pull` is younger than many servers; `pull_request` of an issue is
+        always there, and null for an issue."""
+        number = _number(item.number)
+        if number is None:
+            return None
+        marked = sent.is_pull is True or item.pull_request is not None
+        kind: TargetType = "pull_request" if marked or not sent.issue else "issue"
+        return Target(kind, number, _str(item.title), _str(item.body))
+
+    def complete(self, event: Event) -> Event:
+        """What the event added, by the issue's timeline. Where that does not tell,
+        nothing is known to have been there before: the whole set counts."""
+        try:
+            added = self._added(event)
+        except (InfraError, Rejected, Refused) as error:
+            log_event("label-history-unknown", logging.WARNING, error=error)
+            added = None
+        return msgspec.structs.replace(event, added=added, incomplete=False)
+
+    def _added(self, event: Event) -> tuple[str, ...] | None:
+        """The labels put on at the event's time; None when none came or went then."""
+        assert event.repo and event.target
+        path = f"/repos/{event.repo}/issues/{event.target.number}/timeline"
+        since = {}
+        if event.when is not None:
+            moment = time.gmtime(event.when - self.slack)
+            since["since"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", moment)
+        what, answer = "read the timeline", list[_ForgejoMoment | None]
+        rows = self._rows(what, answer, path, event.repo, **since)
+        moments = [
+            (_time(row.created_at) or 0.0, _str(row.label.name), row.body == "1")
+            for row in rows
+            if row and row.label and row.type in ("label", 7)
+        ]
+        at = event.when or max((when for when, _, _ in moments), default=0.0)
+        near = [moment for moment in moments if abs(moment[0] - at) <= self.slack]
+        came = {name for _, name, added in near if added}
+        return tuple(n for n in event.labels if n in came) if near else None
+
+    # --- who asked
+
+    def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
+        """No payload tells: its `permissions` are sometimes another person's."""
+        return "ask"
+
+    def ask(self, event: Event) -> bool:
+        """Only an administrator of the repository may ask for others."""
+        return self._holds(event, "owner", "admin", "write")
+
+    def _who_we_are(self) -> str | None:
+        if self.settings.forgejo_bot_id is not None:
+            return str(self.settings.forgejo_bot_id)
+        try:
+            token = self._token("")
+        except Refused:
+            return None
+        what = "read our own account"
+        return str(self._call(what, _GitHubAccount, "GET", "/user", token).id)
+
+    # --- credentials
+
+    def credential(self, repo: str) -> Credential:
+        """Git takes a token as the password of anybody."""
+        return Credential("oauth2", self._token(repo))
+
+    def _token(self, repo: str) -> str:
+        if self.settings.forgejo_token is None:
+            raise _no_token("Forgejo has no token", "set FORGEJO_TOKEN")
+        return self.settings.forgejo_token
+
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """Server and token by the names that tea, Gitea's own tools and forgejo-cli
+        know. The token is the operator's own: there is no other."""
+        token = self._token(repo)
+        return {
+            "GITEA_SERVER_URL": self.url,
+            "GITEA_SERVER_TOKEN": token,
+            "FORGEJO_URL": self.url,
+            "FORGEJO_TOKEN": token,
+        }
+
+    # --- the repository and its requests
+
+    def _rows(
+        self, what: str, answer: type[list[T]], path: str, repo: str, **params: str
+    ) -> Iterator[T]:
+        """Page by page until one is empty, for a server may give fewer than asked;
+        one that gives the same page again knows no pages."""
+        before: list[T] = []
+        for page in itertools.count(1):
+            asked: dict[str, Any] = {**params, "limit": self.page, "page": page}
+            rows = self._call(what, answer, "GET", path, self._token(repo), **asked)
+            if not rows or rows == before:
+                return
+            yield from rows
+            before = rows
+
+    def clone_url(self, repo: str) -> str:
+        return f"{self.url}/{repo}.git"
+
+    def default_branch(self, repo: str) -> str:
+        what, path, token = "read the repository", f"/repos/{repo}", self._token(repo)
+        return self._call(what, _GitHubDefault, "GET", path, token).default_branch
+
+    def item(self, repo: str, target: Target) -> Target:
+        """Title and body as they are now; a request is an issue as well."""
+        what, path = "read the issue", f"/repos/{repo}/issues/{target.number}"
+        row = self._call(what, _ForgejoIssue, "GET", path, self._token(repo))
+        return Target(target.type, target.number, row.title, row.body or "")
+
+    def protected(self, repo: str, branch: str) -> bool:
+        """Whether a rule covers the branch, by its name or a pattern, and keeps our
+        account from pushing. The server applies its own patterns."""
+        from urllib.parse import quote
+
+        path = f"/repos/{repo}/branches/{quote(branch)}"
+        try:
+            what, token = "read the protection", self._token(repo)
+            row = self._call(what, _ForgejoBranch, "GET", path, token)
+        except Rejected as error:
+            raise InfraError(error.message, "may the token read the branch?") from error
+        return row.protected and not row.user_can_push
+
+    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
+        """Post once: a comment of ours that holds the marker is the same one.
+        An issue's comments all come at once; that list knows no pages."""
+        path = f"/repos/{repo}/issues/{target.number}/comments"
+        token, own, what = self._token(repo), self.own_id(), "read the comments"
+        notes = self._call(what, list[_GitHubNote], "GET", path, token)
+        if not _is_said(notes, marker, own):
+            said = text if marker in text else f"{text}\n\n{marker}"
+            self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
+
+    def find_request(self, repo: str, head: str) -> Request | None:
+        """The open pull request of exactly this branch of this repository; the
+        list has no filter for it."""
+        what, path = "look for the pull request", f"/repos/{repo}/pulls"
+        for row in self._rows(what, list[_GitHubPull], path, repo, state="open"):
+            if row.head and row.head.ref == head and _same_repo(row.head.repo, repo):
+                return Request(row.number, row.html_url, row.title)
+        return None
+
+    def open_request(
+        self, repo: str, head: str, base: str, title: str, body: str
+    ) -> Request:
+        what, path = "open the pull request", f"/repos/{repo}/pulls"
+        asked = {"title": title, "head": head, "base": base, "body": body}
+        try:
+            row = self._call(what, _GitHubPull, "POST", path, self._token(repo), asked)
+        except Rejected as error:
+            found = self.find_request(repo, head) if error.status == 409 else None
+            if found is None:
+                raise
+            return found
+        return Request(row.number, row.html_url, row.title)
+
+    def retitle_request(self, repo: str, number: int, title: str) -> None:
+        what, path = "retitle the pull request", f"/repos/{repo}/pulls/{number}"
+        asked = {"title": title}
+        self._call(what, _GitHubPull, "PATCH", path, self._token(repo), asked)
+
+
+def _forgejo_added(changes: object) -> tuple[str, ...] | None:
+    """The labels that a change names as added; None when it names none at all."""
+    told = _shaped(_ForgejoChanges, changes)
+    lists = (told.added_labels, told.removed_labels)
+    added, removed = (row if isinstance(row, list) else [] for row in lists)
+    return _label_names(*added) if added or removed else None
+
+
 def _quoted(segment: str) -> str:
     from urllib.parse import quote
 
@@ -3045,7 +3462,9 @@ def _same_repo(found: _GitHubRepository | None, repo: str) -> bool:
     return found is not None and _str(found.full_name).lower() == repo.lower()
 
 
-_FORGE_CLASSES: dict[str, type[ApiForge]] = {"github": GitHub}
+_FORGE_CLASSES: dict[str, type[ApiForge]] = {
+    made.kind: made for made in (GitHub, Forgejo)
+}
 
 
 def forges_of(
@@ -3118,6 +3537,14 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     event: Event
     body_sha: str
     received: float
+
+    @property
+    def target(self) -> str:
+        """`owner/repo#7`; the event must have a repository and a number."""
+        event = self.event
+        assert event.repo and event.target
+        kind, number = event.target.type, event.target.number
+        return target_name(event.forge, event.repo, kind, number)
 
     @property
     def when(self) -> float:
@@ -3469,6 +3896,14 @@ class Reader:
         rows = self._rows(sql, job.kind, job.title, job.replica)
         return frozenset(row[0] for row in rows)
 
+    def labels_before(self, delivery: Delivery) -> tuple[frozenset[str], float] | None:
+        """The digests of the labels that its item had, and when; None: not known."""
+        sql = "SELECT labels, seen_at FROM label_memory WHERE kind = ? AND target = ?"
+        rows = self._rows(sql, delivery.event.forge, delivery.target)
+        if not rows:
+            return None
+        return frozenset(json.loads(rows[0]["labels"])), rows[0]["seen_at"]
+
     def status(self, caps: Caps, now: float) -> Status:
         states = self._rows("SELECT state, count(*) FROM jobs GROUP BY state")
         beat = self._rows("SELECT at FROM flags WHERE name = 'heartbeat'")
@@ -3648,8 +4083,14 @@ class Store(Reader):
         return admission
 
     def park(self, delivery: Delivery, match: Match) -> bool:
-        """Keep a delivery until it is known who asked; False for a duplicate."""
-        pending = msgspec.json.encode((delivery, match)).decode()
+        """Keep a delivery until it is known who asked; False for a duplicate.
+
+        Its labels are remembered now, not when it is admitted: by then they may
+        be others.
+        """
+        event = msgspec.structs.replace(delivery.event, remember=None)
+        waiting = msgspec.structs.replace(delivery, event=event)
+        pending = msgspec.json.encode((waiting, match)).decode()
         return self._write(lambda db: _park(db, delivery, pending))
 
     def due_pending(self, now: float) -> list[tuple[Delivery, Match, int]]:
@@ -3680,8 +4121,17 @@ class Store(Reader):
         self._write(do)
 
     def count(self, word: str) -> None:
-        """Add one to a counter; the only trace that a dropped delivery leaves."""
+        """Add one to a counter."""
         self._write(lambda db: _count(db, word))
+
+    def drop(self, delivery: Delivery, reason: str) -> None:
+        """Count a dropped delivery, its only trace beside the labels it told of."""
+
+        def do(db: sqlite3.Connection) -> None:
+            _remember(db, delivery)
+            _count(db, reason)
+
+        self._write(do)
 
     def set_base(self, set_id: str, base: str, request: str | None) -> Workspace | None:
         """The set's commits: the first caller's stand, every later one gets them.
@@ -3949,6 +4399,7 @@ def _count(db: sqlite3.Connection, word: str) -> None:
 def _admit(
     db: sqlite3.Connection, delivery: Delivery, jobs: Sequence[Job], hourly: int
 ) -> Admission:
+    _remember(db, delivery)
     admission = _judged(db, delivery, jobs, hourly)
     _count(db, admission.status)
     return admission
@@ -4038,13 +4489,22 @@ def _park(db: sqlite3.Connection, delivery: Delivery, pending: str) -> bool:
     values = (delivery.event.forge, delivery.id, delivery.body_sha)
     if db.execute(sql, values).fetchone():
         return False
-    event = delivery.event
-    assert event.repo and event.target
-    target = target_name(
-        event.forge, event.repo, event.target.type, event.target.number
-    )
-    _put_delivery(db, delivery, target, "pending", pending)
+    _remember(db, delivery)
+    _put_delivery(db, delivery, delivery.target, "pending", pending)
     return True
+
+
+def _remember(db: sqlite3.Connection, delivery: Delivery) -> None:
+    """Keep what labels the item has, unless a newer event has told."""
+    if delivery.event.remember is None:
+        return
+    sql = """INSERT INTO label_memory (kind, target, labels, seen_at)
+             VALUES (?, ?, ?, ?) ON CONFLICT (kind, target) DO UPDATE
+             SET labels = excluded.labels, seen_at = excluded.seen_at
+             WHERE excluded.seen_at >= label_memory.seen_at"""
+    labels = json.dumps([label_digest(name) for name in delivery.event.remember])
+    values = (delivery.event.forge, delivery.target, labels, delivery.when)
+    db.execute(sql, values)
 
 
 _READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND not_before <= ?
@@ -4200,6 +4660,7 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
     db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before,))
+    db.execute("DELETE FROM label_memory WHERE seen_at < ?", (before,))
     db.execute(
         """DELETE FROM deliveries WHERE state = 'admitted' AND received_at < ?
            AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.set_id = deliveries.id)""",
@@ -7435,6 +7896,7 @@ class Intake:
         self.own: dict[str, str | None] = {}
         #: Rung when something was parked.
         self.bell = threading.Event()
+        self._turns = tuple(threading.Lock() for _ in range(64))
 
     def receive(self, kind: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Verify, parse, match, `self`, authority, one transaction, answer.
@@ -7449,7 +7911,8 @@ class Intake:
         try:
             forge.verify(headers, body)
             event = forge.parse(headers, body)
-            return self.take(event, hashlib.sha256(body).hexdigest())
+            signed = forge.signed(headers, body)
+            return self.take(event, hashlib.sha256(signed).hexdigest())
         except Unauthorized:
             log_event("delivery-unauthorized", logging.WARNING, forge=kind)
             return _refusal(401)
@@ -7462,24 +7925,50 @@ class Intake:
 
     def take(self, event: Event, body_sha: str) -> Answer:
         """Judge an event that is known to be genuine. May raise InfraError."""
-        if event.fault is not None:
-            return self._ignored(event.fault)
         delivery = Delivery(
             id=set_id(event.forge, event.delivery),
             event=event,
             body_sha=body_sha,
             received=self.clock(),
         )
-        if self.store.seen(event.forge, delivery.id, body_sha):
+        if event.remember is None:
+            return self._decide(delivery)
+        # of one item one after the other: each is compared with the one before
+        with self._turns[hash(delivery.target) % len(self._turns)]:
+            return self._decide(self._compared(delivery))
+
+    def _compared(self, delivery: Delivery) -> Delivery:
+        """The delivery with the labels it added to those its item had before.
+
+        The forge's API must tell when that is not known: nothing was seen of the
+        item yet, something newer was, or this very event may have been (one that
+        was dropped is judged afresh when it comes again).
+        """
+        event = delivery.event
+        if not wants_added(event):
+            return delivery
+        before = self.store.labels_before(delivery)
+        labels, seen_at = before or (frozenset(), float("inf"))
+        added = tuple(n for n in event.labels if label_digest(n) not in labels)
+        told = delivery.when > seen_at or (delivery.when == seen_at and added)
+        found = {"added": added} if told else {"incomplete": True}
+        event = msgspec.structs.replace(event, **cast(Any, found))
+        return msgspec.structs.replace(delivery, event=event)
+
+    def _decide(self, delivery: Delivery) -> Answer:
+        event = delivery.event
+        if event.fault is not None:
+            return self._dropped(delivery, event.fault)
+        if self.store.seen(event.forge, delivery.id, delivery.body_sha):
             return self._known("duplicate")
         found = judge(self.triggers.rules, event, self.own.get(event.forge))
         if isinstance(found, Drop):
-            return self._ignored(found.reason)
+            return self._dropped(delivery, found.reason)
         if event.incomplete:
             return self._park(delivery, found)
         word = self.forges[event.forge].authority(event)
         if word == "denied":
-            return self._ignored("not-allowed")
+            return self._dropped(delivery, "not-allowed")
         if word == "ask" or event.forge not in self.own:
             return self._park(delivery, found)
         return self._admit(delivery, found)
@@ -7500,18 +7989,18 @@ class Intake:
         return Answer(200, {"status": status})
 
     def _known(self, status: str) -> Answer:
-        self._count(status)
+        self._count(status, lambda: self.store.count(status))
         return Answer(200, {"status": status})
 
-    def _ignored(self, reason: str) -> Answer:
+    def _dropped(self, delivery: Delivery, reason: str) -> Answer:
         """Always 2xx: GitLab switches a hook off for good on 4xx answers."""
-        self._count(reason)
+        self._count(reason, lambda: self.store.drop(delivery, reason))
         return Answer(200, {"status": "ignored", "reason": reason})
 
-    def _count(self, word: str) -> None:
+    def _count(self, word: str, write: Callable[[], None]) -> None:
         """A lost count is no reason to make a forge send again."""
         try:
-            self.store.count(word)
+            write()
         except InfraError as error:
             log_event("count-lost", logging.ERROR, word=word, error=error)
 
@@ -8041,10 +8530,12 @@ def _spellings(secret: str) -> Iterator[str]:
 
 def secrets_of(settings: Settings) -> Iterator[str]:
     yield from settings.keys.values()
-    yield from settings.webhook_secret
-    for secret in (settings.github_pat, settings.panel_token):
-        if secret:
-            yield secret
+    for name, row in SETTINGS.items():
+        value = getattr(settings, name) if _is_secret(row.variable) else None
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, tuple):
+            yield from value
 
 
 class LogFormat(logging.Formatter):
@@ -8837,13 +9328,13 @@ def _check_forges(
             continue
         if own is None:
             found = "deliveries are taken, but there is no token to answer with"
-            checks.append(Check(kind, "fail", found, "set GITHUB_PAT; see the README"))
+            checks.append(Check(kind, "fail", found, _FORGE_CLASSES[kind].token_fix))
             continue
-        hint = "redeliver missed ones there, GitHub never does so by itself"
+        hint = _FORGE_CLASSES[kind].missed
         checks.append(Check(kind, "ok", f"served; token works (id {own}); {hint}"))
     if not served:
         found = "no forge is served"
-        fix = "set WEBHOOK_SECRET and GITHUB_PAT; see the README"
+        fix = "set a forge's webhook secret and token; see the README"
         checks.append(Check("forges", "fail", found, fix))
 
 

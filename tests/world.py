@@ -228,6 +228,14 @@ DIALECTS: dict[str, tuple[type[demo.FakeForge], Callable[[str], dict[str, Any]]]
             "github_api_url": f"{url}/api/v3",
         },
     ),
+    "forgejo": (
+        demo.FakeForgejo,
+        lambda url: {
+            "forgejo_webhook_secret": (SECRET,),
+            "forgejo_token": TOKEN,
+            "forgejo_url": url,
+        },
+    ),
 }
 
 

@@ -2688,6 +2688,11 @@ class _GitHubLabel(msgspec.Struct):
     name: Any = None
 
 
+_LabelRows = (
+    list[_GitHubLabel | _Odd] | dict[str, Any] | str | int | float | bool | None
+)
+
+
 class _GitHubHead(msgspec.Struct):
     sha: Any = None
 
@@ -2703,7 +2708,7 @@ class _GitHubItem(msgspec.Struct):
     updated_at: Any = None
     author_association: Any = None
     user: _GitHubUser | _Odd = None
-    labels: list[_GitHubLabel | _Odd] | str | int | float | bool | None = None
+    labels: _LabelRows = None
     pull_request: Any = None
     head: _GitHubHead | _Odd = None
 
@@ -3107,8 +3112,8 @@ class _ForgejoReview(msgspec.Struct):
 class _ForgejoChanges(msgspec.Struct):
     """What Gitea says of a label change since 1.25; Forgejo says nothing."""
 
-    added_labels: list[_GitHubLabel | _Odd] | str | int | float | bool | None = None
-    removed_labels: list[_GitHubLabel | _Odd] | str | int | float | bool | None = None
+    added_labels: _LabelRows = None
+    removed_labels: _LabelRows = None
 
 
 class _ForgejoDelivery(msgspec.Struct):
@@ -9092,7 +9097,9 @@ def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
 
 def _event_and_action(event: Event) -> str:
     """`issues.labeled`; the rules' word for a review repeats its event's name."""
-    action = (event.action or "").removeprefix("review_")
+    action = event.action or ""
+    if action == "review_submitted":
+        action = "submitted"
     return f"{event.name}.{action}".rstrip(".")
 
 

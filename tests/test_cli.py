@@ -468,44 +468,64 @@ def manifest() -> list[dict[str, Any]]:
         rows = json.loads((PAYLOADS / "manifest.json").read_text("utf-8"))
     except OSError:
         return []
-    return [row for row in rows if row["forge"] == "github"]
+    return [row for row in rows if row["forge"] in pidispatch._FORGE_CLASSES]
+
+
+#: Of each forge: its request actions, and those of its labels that a rule names.
+WANTED = {
+    "github": ("opened", "synchronize", "reopened", "review_submitted"),
+    "forgejo": ("opened", "synchronized", "reopened"),
+}
+NAMED = {"forgejo": ("bug",)}
 
 
 @pytest.fixture(scope="module")
-def one_rule_a_type(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with one rule of each type."""
+def one_rule_a_type(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A file for each forge, with one rule of each type."""
     root = tmp_path_factory.mktemp("rules")
     subprocess.run(["git", "init", "-q", str(root)], check=True)
-    forge = {"kind": "github", "flow": "review"}
     local = {"kind": "local", "flow": "tidy", "folder": str(root), "task": "tidy"}
     labels = [row["expect"].get("label_event") for row in manifest()]
     names = sorted({label for label in labels if label})
-    actions = ["opened", "synchronize", "reopened", "review_submitted"]
-    rules = [
-        {"on": {"type": "label", "any": names or ["x"]}, "run": forge},
-        {"on": {"type": "comment", "phrase": "@pi"}, "run": forge},
-        {"on": {"type": "pull_request", "action": actions}, "run": forge},
-        {"on": {"type": "issue", "action": ["closed"]}, "run": forge},
-        {"on": {"type": "cron", "id": "c", "pattern": "0 3 * * *"}, "run": local},
-    ]
-    path = root / "triggers.json"
-    path.write_text(json.dumps({"triggers": rules}))
-    return str(path)
+    files = {}
+    for kind, actions in WANTED.items():
+        forge = {"kind": kind, "flow": "review"}
+        named = [*NAMED.get(kind, names)] or ["x"]
+        close = pidispatch.FORGES[kind].close_word
+        rules = [
+            {"on": {"type": "label", "any": named}, "run": forge},
+            {"on": {"type": "comment", "phrase": "@pi"}, "run": forge},
+            {"on": {"type": "pull_request", "action": actions}, "run": forge},
+            {"on": {"type": "issue", "action": [close]}, "run": forge},
+            {"on": {"type": "cron", "id": "c", "pattern": "0 3 * * *"}, "run": local},
+        ]
+        path = root / f"{kind}.json"
+        path.write_text(json.dumps({"triggers": rules}))
+        files[kind] = str(path)
+    return files
 
 
 #: What each kind of payload must come to, as far as the kind decides it.
-RULE_OF_KIND = {"issue_labelled": 0, "pr_opened": 2, "pr_reopened": 2, "pr_review": 2}
+RULE_OF_KIND = {
+    "github": {
+        "issue_labelled": 0,
+        "pr_opened": 2,
+        "pr_reopened": 2,
+        "pr_review": 2,
+    },
+    "forgejo": {"issue_labelled": 0, "pr_opened": 2, "pr_updated": 2},
+}
 SILENT = ("ignore", "ping", "issue_opened", "issue_reopened")
 
 
 @pytest.mark.skipif(not manifest(), reason="the stored real payloads are not here")
 @pytest.mark.parametrize("row", manifest(), ids=lambda row: row["file"])
 def test_try_agrees_with_what_real_payloads_should_be_seen_as(
-    row: dict[str, Any], one_rule_a_type: str
+    row: dict[str, Any], one_rule_a_type: dict[str, str]
 ) -> None:
-    path = str(PAYLOADS / row["file"])
-    event = ["--event", row["event"]]
-    trial = printed("triggers try", "github", path, one_rule_a_type, *event)
+    forge, path = row["forge"], str(PAYLOADS / row["file"])
+    event, rules = ["--event", row["event"]], RULE_OF_KIND[row["forge"]]
+    trial = printed("triggers try", forge, path, one_rule_a_type[forge], *event)
     expect = row["expect"]
     number = expect.get("number")
     kind = "pull_request" if expect.get("is_pr") else "issue"
@@ -514,13 +534,14 @@ def test_try_agrees_with_what_real_payloads_should_be_seen_as(
     assert trial["repo"] == expect.get("repo")
     assert trial["actor"] == str(expect["actor_id"])
     assert trial["target"] == (number and {"type": kind, "number": number})
-    assert (trial["rule"] is None) or row["kind"] in RULE_OF_KIND
+    assert (trial["rule"] is None) or row["kind"] in rules
     if row["kind"] in SILENT:
         assert trial["rule"] is None
         assert trial["reason"] in pidispatch.DROP_REASONS
         assert trial["jobs"] == []
     else:
-        assert trial["rule"] == RULE_OF_KIND.get(row["kind"])
+        assert trial["rule"] == rules.get(row["kind"])
+        assert trial["authority"] != "payload" or forge == "github"
 
 
 # -- runs, show, logs, status -------------------------------------------------

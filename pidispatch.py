@@ -3157,7 +3157,7 @@ class Forgejo(ApiForge):
     """
 
     kind: ForgeKind = "forgejo"
-    token_fix = "set FORGEJO_TOKEN or FORGEJO_BOT_ID; see the README"
+    token_fix = "set FORGEJO_TOKEN; see the README"
     missed = "replay missed ones from the webhook's page, it never does so by itself"
     secret_field = "forgejo_webhook_secret"
     event_header = "x-forgejo-event"
@@ -3337,13 +3337,16 @@ class Forgejo(ApiForge):
         return self._holds(event, "owner", "admin", "write")
 
     def _who_we_are(self) -> str | None:
-        if self.settings.forgejo_bot_id is not None:
-            return str(self.settings.forgejo_bot_id)
+        """FORGEJO_BOT_ID spares the token a scope, and not the look whether it holds:
+        the server refuses a bad one also where none is needed."""
         try:
             token = self._token("")
         except Refused:
             return None
-        what = "read our own account"
+        given, what = self.settings.forgejo_bot_id, "read our own account"
+        if given is not None:
+            self._call(what, dict[str, Any], "GET", "/version", token)
+            return str(given)
         return str(self._call(what, _GitHubAccount, "GET", "/user", token).id)
 
     # --- credentials

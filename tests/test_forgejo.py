@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import os
+import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -442,7 +443,7 @@ def test_the_secret_needs_the_address_and_both_faults_of_a_file_are_named() -> N
     )
     assert list(pidispatch.forges_of(made)) == ["forgejo"]
     assert {"one", "two", "canary"} <= set(pidispatch.secrets_of(made))
-    assert pidispatch.forges_of(made)["forgejo"].own_id() == "7"
+    assert made.forgejo_bot_id == 7
 
 
 @pytest.mark.parametrize("root", ["https://forge.example", "http://h:3000/git/x"])
@@ -640,7 +641,8 @@ def test_a_branch_is_protected_by_name_or_pattern_when_we_may_not_push(
 
 def test_a_real_client_finds_the_fake_faithful(fake: demo.FakeForgejo) -> None:
     """The calls we make, made by pyforgejo."""
-    pyforgejo = pytest.importorskip("pyforgejo")
+    import pyforgejo
+
     api = pyforgejo.PyforgejoApi(base_url=f"{fake.url}/api/v1", api_key=TOKEN)
     repo = fake.repos["octo/lamp"]
     repo.commit("topic", {"x": "1"})
@@ -954,6 +956,86 @@ def test_labels_of_comments_and_reviews_are_remembered_too(post: Post) -> None:
     more = make(repo, pull.number, "label_updated", "octo", ["pi:urgent", "x"])
     assert post(more, "pull_request") == "label-not-added"
     assert post.world.forge.requests("GET", "/timeline") == []
+
+
+def test_events_of_one_item_that_arrive_at_once_fire_each_label_once(
+    post: Post,
+) -> None:
+    """Whatever their order, none is lost and none is counted twice."""
+    names = [f"l{n}" for n in range(8)]
+    rules = [
+        {"on": {"type": "label", "any": [name]}, "run": flow(name)} for name in names
+    ]
+    post.world.rules(*rules)
+    post.world.service.triggers.refresh()  # type: ignore[union-attr]
+    repo, make, told = post.world.repo, demo.forgejo_payload, []
+    assert post.label("x") == "no-allowlisted-label"
+    for n, name in enumerate(names):
+        post.clock.pass_(3)
+        repo.add_issue(100 + n)
+        repo.set_labels(100 + n, [], "maintainer")
+        unseen = make(repo, 100 + n, "label_updated", "maintainer", [name])
+        again = make(repo, 100 + n, "label_updated", "maintainer", [name, "more"])
+        told += [(unseen, f"a{n}"), (again, f"b{n}")]
+    threads = [
+        threading.Thread(
+            target=lambda p=payload, g=guid: post.world.send(  # type: ignore[misc]
+                *demo.forgejo_delivery("issues", p, SECRET, g)
+            )
+        )
+        for payload, guid in told
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store, caps = post.world.store, pidispatch.Caps(None, None, None, "UTC")
+    post.world.wait_for(lambda: store.status(caps, 0).pending == 0)
+    assert sorted(run.flow for run in store.runs(99)) == names
+
+
+def test_a_set_is_admitted_once_and_anew_after_its_window(post: Post) -> None:
+    """T01: redelivered and coalesced as a whole, for each replica by itself."""
+    post.world.rules({"replicas": 2})
+    post.world.service.triggers.refresh()  # type: ignore[union-attr]
+    repo = post.world.repo
+    payload = demo.forgejo_payload(
+        repo, 7, "label_updated", "maintainer", ["pi:urgent"]
+    )
+    assert post(payload, guid="one") == "queued"
+    assert post(payload, guid="one") == "duplicate"
+    assert post.label() == "no-allowlisted-label"
+    assert post.label("pi:urgent") == "coalesced"
+    assert post.label() == "no-allowlisted-label"
+    later(post)
+    assert post.label("pi:urgent") == "queued"
+    jobs = [run.id for run in post.world.store.runs(9)]
+    assert sorted(jobs)[-2:] == ["fj-one-r1", "fj-one-r2"]
+    assert len(jobs) == 4
+
+
+@pytest.mark.parametrize("path", ["", "/forge"])
+def test_doctor_says_whether_the_token_works(fake: demo.FakeForgejo, path: str) -> None:
+    fields: dict[str, Any] = {
+        "forgejo_webhook_secret": ("s",),
+        "forgejo_url": fake.url + path,
+    }
+
+    def found(**more: Any) -> pidispatch.Check:
+        checks: list[pidispatch.Check] = []
+        pidispatch._check_forges(Settings(**fields, **more), (), checks)
+        [check] = checks
+        return check
+
+    good = found(forgejo_token=TOKEN)
+    assert (good.name, good.state) == ("forgejo", "ok")
+    assert "replay" in good.found
+    assert "id 7" in found(forgejo_token=TOKEN, forgejo_bot_id=7).found
+    wrong = {"forgejo_token": "wrong"}
+    for more in (wrong, wrong | {"forgejo_bot_id": 7}, {}, {"forgejo_bot_id": 7}):
+        bad = found(**more)
+        assert bad.state == "fail"
+        assert bad.fix
 
 
 # -- who asked, the whole way -------------------------------------------------

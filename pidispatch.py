@@ -2594,25 +2594,6 @@ class ApiForge(Forge):
         """The token of our own API calls. Raises Refused when there is none."""
         raise NotImplementedError
 
-    def _holds(self, event: Event, *permissions: str) -> bool:
-        """Whether the actor has one of them. A login that has since passed to
-        another account answers for that account, so its id must be the actor's."""
-        if event.repo is None or event.actor is None or not event.actor.login:
-            return False
-        what, login = "read a permission", _quoted(event.actor.login)
-        path = f"/repos/{event.repo}/collaborators/{login}/permission"
-        try:
-            token = self._token(event.repo)
-            found = self._call(what, _GitHubPermission, "GET", path, token)
-        except Rejected as error:
-            if error.status == 404:
-                return False
-            raise InfraError(error.message, "may the token read it?") from error
-        except Refused as error:
-            raise InfraError(error.message, error.fix) from error
-        same = found.user is None or str(found.user.id) == event.actor.id
-        return same and found.permission in permissions
-
     def _limited(self, response: requests.Response) -> bool:
         return response.status_code == 429
 
@@ -2792,7 +2773,69 @@ def _label_names(*labels: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name))
 
 
-class GitHub(ApiForge):
+class PullForge(ApiForge):
+    """REST as GitHub has it and as Gitea took it over."""
+
+    #: The status of a pull request that is refused because it stands already.
+    taken: ClassVar[int]
+
+    def _notes(self, path: str, token: str) -> Iterable[_GitHubNote]:
+        """Every comment of an issue or request."""
+        raise NotImplementedError
+
+    def _holds(self, event: Event, *permissions: str) -> bool:
+        """Whether the actor has one of them. A login that has since passed to
+        another account answers for that account, so its id must be the actor's."""
+        if event.repo is None or event.actor is None or not event.actor.login:
+            return False
+        what, login = "read a permission", _quoted(event.actor.login)
+        path = f"/repos/{event.repo}/collaborators/{login}/permission"
+        try:
+            token = self._token(event.repo)
+            found = self._call(what, _GitHubPermission, "GET", path, token)
+        except Rejected as error:
+            if error.status == 404:
+                return False
+            raise InfraError(error.message, "may the token read it?") from error
+        except Refused as error:
+            raise InfraError(error.message, error.fix) from error
+        same = found.user is None or str(found.user.id) == event.actor.id
+        return same and found.permission in permissions
+
+    def default_branch(self, repo: str) -> str:
+        what, path, token = "read the repository", f"/repos/{repo}", self._token(repo)
+        return self._call(what, _GitHubDefault, "GET", path, token).default_branch
+
+    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
+        """Post once: a comment of ours that holds the marker is the same one."""
+        path = f"/repos/{repo}/issues/{target.number}/comments"
+        token, own = self._token(repo), self.own_id()
+        if not _is_said(self._notes(path, token), marker, own):
+            said = text if marker in text else f"{text}\n\n{marker}"
+            self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
+
+    def open_request(
+        self, repo: str, head: str, base: str, title: str, body: str
+    ) -> Request:
+        what, path = "open the pull request", f"/repos/{repo}/pulls"
+        asked = {"title": title, "head": head, "base": base, "body": body}
+        try:
+            row = self._call(what, _GitHubPull, "POST", path, self._token(repo), asked)
+        except Rejected as error:
+            stands = error.status == self.taken
+            found = self.find_request(repo, head) if stands else None
+            if found is None:
+                raise
+            return found
+        return Request(row.number, row.html_url, row.title)
+
+    def retitle_request(self, repo: str, number: int, title: str) -> None:
+        what, path = "retitle the pull request", f"/repos/{repo}/pulls/{number}"
+        asked = {"title": title}
+        self._call(what, _GitHubPull, "PATCH", path, self._token(repo), asked)
+
+
+class GitHub(PullForge):
     """github.com and GitHub Enterprise Server.
 
     Facts: docs.github.com "Webhook events and payloads", "Validating webhook
@@ -2800,6 +2843,7 @@ class GitHub(ApiForge):
     """
 
     kind: ForgeKind = "github"
+    taken = 422
     token_fix = "set GITHUB_PAT; see the README"
     missed = "redeliver missed ones there, GitHub never does so by itself"
     secret_field = "webhook_secret"
@@ -3051,18 +3095,8 @@ class GitHub(ApiForge):
         scheme, _, rest = root.partition("://")
         return f"{scheme}://{rest.partition('/')[0]}/{repo}.git"
 
-    def default_branch(self, repo: str) -> str:
-        what, path, token = "read the repository", f"/repos/{repo}", self._token(repo)
-        return self._call(what, _GitHubDefault, "GET", path, token).default_branch
-
-    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
-        """Post once: a comment of ours that holds the marker is the same one."""
-        path = f"/repos/{repo}/issues/{target.number}/comments"
-        token, own = self._token(repo), self.own_id()
-        notes = self._pages("read the comments", list[_GitHubNote], path, token)
-        if not _is_said(notes, marker, own):
-            said = text if marker in text else f"{text}\n\n{marker}"
-            self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
+    def _notes(self, path: str, token: str) -> Iterable[_GitHubNote]:
+        return self._pages("read the comments", list[_GitHubNote], path, token)
 
     def find_request(self, repo: str, head: str) -> Request | None:
         """The open pull request of exactly this branch of this repository.
@@ -3083,25 +3117,6 @@ class GitHub(ApiForge):
             if row.head and row.head.ref == head and _same_repo(row.head.repo, repo):
                 return Request(row.number, row.html_url, row.title)
         return None
-
-    def open_request(
-        self, repo: str, head: str, base: str, title: str, body: str
-    ) -> Request:
-        what, path = "open the pull request", f"/repos/{repo}/pulls"
-        asked = {"title": title, "head": head, "base": base, "body": body}
-        try:
-            row = self._call(what, _GitHubPull, "POST", path, self._token(repo), asked)
-        except Rejected as error:
-            found = self.find_request(repo, head) if error.status == 422 else None
-            if found is None:
-                raise
-            return found
-        return Request(row.number, row.html_url, row.title)
-
-    def retitle_request(self, repo: str, number: int, title: str) -> None:
-        what, path = "retitle the pull request", f"/repos/{repo}/pulls/{number}"
-        asked = {"title": title}
-        self._call(what, _GitHubPull, "PATCH", path, self._token(repo), asked)
 
 
 class _ForgejoReview(msgspec.Struct):
@@ -3149,7 +3164,7 @@ class _ForgejoMoment(msgspec.Struct):
     label: _GitHubLabel | None = None
 
 
-class Forgejo(ApiForge):
+class Forgejo(PullForge):
     """Forgejo and Gitea, codeberg.org among them.
 
     Facts: the sources of both (`services/webhook`, `services/convert`,
@@ -3157,6 +3172,7 @@ class Forgejo(ApiForge):
     """
 
     kind: ForgeKind = "forgejo"
+    taken = 409
     token_fix = "set FORGEJO_TOKEN; see the README"
     missed = "replay missed ones from the webhook's page, it never does so by itself"
     secret_field = "forgejo_webhook_secret"
@@ -3390,10 +3406,6 @@ class Forgejo(ApiForge):
     def clone_url(self, repo: str) -> str:
         return f"{self.url}/{repo}.git"
 
-    def default_branch(self, repo: str) -> str:
-        what, path, token = "read the repository", f"/repos/{repo}", self._token(repo)
-        return self._call(what, _GitHubDefault, "GET", path, token).default_branch
-
     def item(self, repo: str, target: Target) -> Target:
         """Title and body as they are now; a request is an issue as well."""
         what, path = "read the issue", f"/repos/{repo}/issues/{target.number}"
@@ -3413,15 +3425,10 @@ class Forgejo(ApiForge):
             raise InfraError(error.message, "may the token read the branch?") from error
         return row.protected and not row.user_can_push
 
-    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
-        """Post once: a comment of ours that holds the marker is the same one.
-        An issue's comments all come at once; that list knows no pages."""
-        path = f"/repos/{repo}/issues/{target.number}/comments"
-        token, own, what = self._token(repo), self.own_id(), "read the comments"
-        notes = self._call(what, list[_GitHubNote], "GET", path, token)
-        if not _is_said(notes, marker, own):
-            said = text if marker in text else f"{text}\n\n{marker}"
-            self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
+    def _notes(self, path: str, token: str) -> Iterable[_GitHubNote]:
+        """All at once: this list knows no pages."""
+        what = "read the comments"
+        return self._call(what, list[_GitHubNote], "GET", path, token)
 
     def find_request(self, repo: str, head: str) -> Request | None:
         """The open pull request of exactly this branch of this repository; the
@@ -3431,25 +3438,6 @@ class Forgejo(ApiForge):
             if row.head and row.head.ref == head and _same_repo(row.head.repo, repo):
                 return Request(row.number, row.html_url, row.title)
         return None
-
-    def open_request(
-        self, repo: str, head: str, base: str, title: str, body: str
-    ) -> Request:
-        what, path = "open the pull request", f"/repos/{repo}/pulls"
-        asked = {"title": title, "head": head, "base": base, "body": body}
-        try:
-            row = self._call(what, _GitHubPull, "POST", path, self._token(repo), asked)
-        except Rejected as error:
-            found = self.find_request(repo, head) if error.status == 409 else None
-            if found is None:
-                raise
-            return found
-        return Request(row.number, row.html_url, row.title)
-
-    def retitle_request(self, repo: str, number: int, title: str) -> None:
-        what, path = "retitle the pull request", f"/repos/{repo}/pulls/{number}"
-        asked = {"title": title}
-        self._call(what, _GitHubPull, "PATCH", path, self._token(repo), asked)
 
 
 def _forgejo_added(changes: object) -> tuple[str, ...] | None:

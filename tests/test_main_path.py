@@ -119,7 +119,8 @@ def test_an_urgent_label_on_any_forge_makes_two_requests_with_markers(
     jobs = boxed.label(guid=boxed.name)
     row = pidispatch.FORGES[boxed.forge.kind]
     assert jobs == [f"{row.prefix}{boxed.name}-r{i}" for i in (1, 2)]
-    assert [run.state for run in boxed.wait(jobs)] == ["completed", "completed"]
+    runs = boxed.wait(jobs, 180)
+    assert [run.state for run in runs] == ["completed", "completed"]
     boxed.wait_for(lambda: len(boxed.comments()) == 2)
     titles = {head: pull.title for head, pull in boxed.pulls().items()}
     assert titles == {f"pi/issue-7-r{i}": f"[r{i}/2] Bend the spoon" for i in (1, 2)}

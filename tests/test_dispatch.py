@@ -1083,6 +1083,22 @@ def test_a_token_left_by_a_killed_git_is_swept_while_we_run(tmp_path: Path) -> N
     assert (left.exists(), fresh.exists()) == (False, True)
 
 
+@pytest.mark.parametrize(("days", "kept"), [(7, ["new"]), (0, ["new", "old"])])
+def test_captured_logs_are_swept_by_age_unless_that_is_off(
+    tmp_path: Path, days: int, kept: list[str]
+) -> None:
+    """T45."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    now = time.time()
+    for name, age in (("old", 8), ("new", 6)):
+        (folder / name).write_text("line\n")
+        os.utime(folder / name, (now - age * pidispatch.DAY,) * 2)
+    settings = pidispatch.Settings(state_dir=tmp_path, log_retention_days=days)
+    pidispatch.sweep_files(settings, now)
+    assert sorted(path.name for path in folder.iterdir()) == kept
+
+
 def test_a_run_whose_gate_is_lost_is_stopped_and_retried_once(bench: Bench) -> None:
     bench.engine.ends.clear()
     bench.engine.gate_stands = False

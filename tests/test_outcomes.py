@@ -111,6 +111,7 @@ class Row:
     run: dict[str, Any] = field(default_factory=dict)
     tokens: bool = False
     turns: int | None = None
+    session: pidispatch.SessionNote | None = None
 
 
 # -- what is done to a box -----------------------------------------------------------
@@ -157,6 +158,25 @@ ROWS: dict[str, Row] = {
     "exit 0 with the line": Row(
         f"{HELLO}; {said(0)}", "completed", None, 0, comment="Hello", turns=3
     ),
+    **{
+        f"a transcript that is {what}": Row(
+            f"{HELLO}; {command} /outbox/session.jsonl; {said(0)}",
+            "completed",
+            None,
+            0,
+            comment="Hello",
+            run={"resume": True},
+            turns=3,
+            session=pidispatch.SessionNote(False, "not-kept"),
+        )
+        for what, command in {
+            "a link": "ln -s /etc/passwd",
+            "a folder": "mkdir",
+            "a pipe": "mkfifo",
+            "too large": "truncate -s 9M",
+            "nonsense": "cp /etc/passwd",
+        }.items()
+    },
     "exit 0 without the line": Row("exit 0", "failed", "no-result", 0),
     "exit 0 after a line of 2": Row(
         f"({said(2, 'turn-budget')}); exit 0", "failed", "no-result", 0, turns=3
@@ -294,6 +314,7 @@ def runs(
             concurrency=6,
             daily_cap=1_000,
             job_memory="64m",
+            sessions_dir=root / "sessions",
         )
         yield ended(world, clock)
         world.stop()
@@ -408,6 +429,7 @@ def test_the_record_says_how_it_ended(runs: dict[str, Run], name: str) -> None:
     assert (record.outcome, record.reason) == (row.outcome, row.reason)
     assert record.exitCode == row.code
     assert record.turns == row.turns
+    assert record.session == row.session
     assert record.budgetReserved
     assert record.attempt == row.ledger.count("kept")
     assert (record.tokens is not None) is row.tokens
@@ -435,6 +457,7 @@ def test_nothing_is_left_in_the_engine(runs: dict[str, Run]) -> None:
     world = runs["shut down"].world
     assert world.nothing_left()
     assert world.pulls() == {}
+    assert not (world.root / "sessions").exists(), "no transcript was fit to be kept"
 
 
 def test_a_box_that_ignores_term_is_gone_in_fifteen_seconds(

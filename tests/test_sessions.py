@@ -22,6 +22,7 @@ from test_main_path import boxed, labelled_at
 from world import World, bash, say, solve
 
 import pidispatch
+import pidispatch_demo as demo
 from pidispatch import BoxExit, Lineages, Result, SessionNote, Stamp
 
 __all__ = ["bench", "boxed"]  # fixtures of other files
@@ -48,6 +49,7 @@ def jsonl(*entries: object) -> bytes:
     return b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
+RUN = {"kind": "github", "flow": "fix-issue"}
 TRANSCRIPT = jsonl(HEAD, *SPOKEN)
 
 
@@ -539,3 +541,35 @@ def test_real_pi_continues_the_conversation_under_the_rules_of_today(
 def planted(content: bytes) -> dict[str, Any]:
     """The entry that the agent wrote into its own session."""
     return next(it for it in entries(content) if it["id"] == "evil")
+
+
+@pytest.mark.docker
+def test_a_conversation_that_pi_had_to_compact_is_continued_by_its_summary(
+    boxed: World, tmp_path: Path
+) -> None:
+    boxed.change(sessions_dir=tmp_path / "sessions")
+    boxed.rules({"resume": True})
+    long = bash("head -c 40000 /dev/zero | tr '\\0' x; echo EARLY")
+    full = say("It is bent.", usage={"input": 199_000})
+    summing = {"match": "context summarization assistant"}
+    summing |= {"steps": [say("SUMMARY: the spoon was bent.")]}
+    boxed.model.set_scripts([summing, *solve(long, long, long, full)])
+    boxed.start()
+    boxed.wait(boxed.label(guid="one"))
+    [path] = (tmp_path / "sessions").glob("*/current.jsonl")
+    assert "compaction" in {it["type"] for it in entries(path.read_bytes())}
+    boxed.model.set_scripts(solve(say()))
+    calls = len(boxed.model.log)
+    with_comment = {"on": {"type": "comment", "phrase": "@pi"}}
+    boxed.rules({**with_comment, "run": {**RUN, "flow": "review", "resume": True}})
+    boxed.stop()
+    boxed.start()
+    payload = demo.comment_payload(boxed.repo, 7, "@pi go on", "maintainer", "OWNER")
+    status, answer = boxed.post("issue_comment", payload)
+    assert status == 202, answer
+    [run] = boxed.wait(answer["jobs"])
+    assert boxed.record(run.id).session == SessionNote(True, None)
+    [call] = boxed.model.log[calls:]
+    roles = [turn["role"] for turn in call.body["messages"]]
+    assert roles.count("system") == 1
+    assert "SUMMARY: the spoon was bent." in json.dumps(call.body["messages"])

@@ -80,7 +80,7 @@ class Run:
 
     def ready(self) -> None:
         """The box runs its loop."""
-        self.world.wait_for(lambda: b"ready" in self.logs(), 90)
+        self.world.wait_for(lambda: b"ready" in self.logs(), 300)
 
     def logs(self) -> bytes:
         with contextlib.suppress(Exception):
@@ -140,7 +140,7 @@ def kill_the_gate_each_time(run: Run) -> None:
 
 
 def wait_for_a_retry(run: Run) -> None:
-    run.world.wait_for(lambda: run.row_.state == "queued" and ledger(run), 90)
+    run.world.wait_for(lambda: is_waiting(run), 300)
 
 
 def free_the_name(run: Run) -> None:
@@ -332,9 +332,9 @@ def ended(world: World, clock: FakeClock) -> dict[str, Run]:
     begin(world, {name: made[name] for name in (*RETRIED, *ROWS)})
     with acting(made):
         for name in RETRIED:
-            world.wait_for(lambda name=name: waits_or_ended(made[name]), 180)
+            world.wait_for(lambda name=name: is_waiting(made[name]), 300)
         clock.pass_(pidispatch.RETRY_SECONDS)
-        world.wait([made[name].job for name in (*ROWS, *RETRIED)], 180)
+        world.wait([made[name].job for name in (*ROWS, *RETRIED)], 300)
     last(world, clock, made)
     return made
 
@@ -395,7 +395,7 @@ def acting(made: dict[str, Run]) -> Iterator[None]:
     assert not failures, failures
 
 
-def waits_or_ended(run: Run) -> bool:
+def is_waiting(run: Run) -> bool:
     return run.row_.state == "queued" and bool(ledger(run))
 
 
@@ -404,19 +404,19 @@ def last(world: World, clock: FakeClock, made: dict[str, Run]) -> None:
     begin(world, {"late": late})
     late.ready()
     clock.pass_(pidispatch.JOB_SECONDS + pidispatch.STOP_GRACE_SECONDS)
-    world.wait([late.job])
+    world.wait([late.job], 300)
     begin(world, {"gone": gone})
     gone.ready()
     world.stop(end_jobs=False)
     assert gone.running(gone.box), "it goes on without us"
     remove_under_it(gone)
     world.start()
-    world.wait([gone.job])
+    world.wait([gone.job], 300)
     begin(world, {"shut": shut})
     shut.ready()
     world.stop(end_jobs=True)
     world.start()
-    world.wait([shut.job])
+    world.wait([shut.job], 300)
 
 
 # -- what must then be true ---------------------------------------------------

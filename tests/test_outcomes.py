@@ -303,11 +303,13 @@ def booked(run: Run) -> list[tuple[str, int | None]]:
 def runs(
     tmp_path_factory: pytest.TempPathFactory, docker_client: Any, job_image: str
 ) -> Iterator[dict[str, Run]]:
-    build_image(docker_client, IMAGE, job_image)
-    for name, entry in ENTRY.items():
-        build_image(docker_client, f"{IMAGE}-{name}", job_image, entry)
     root, clock = tmp_path_factory.mktemp("outcomes"), FakeClock()
-    with make_world(root, docker_client, clock) as world:
+    with contextlib.ExitStack() as stack:
+        for name, entry in {"": "", **ENTRY}.items():
+            tag = f"{IMAGE}-{name}" if name else IMAGE
+            build_image(docker_client, tag, job_image, entry)
+            stack.callback(docker_client.remove_image, tag, force=True)
+        world = stack.enter_context(make_world(root, docker_client, clock))
         world.change(
             job_image=IMAGE,
             gate_image=job_image,
@@ -316,13 +318,16 @@ def runs(
             job_memory="64m",
             sessions_dir=root / "sessions",
         )
+        stack.callback(sweep, world)
         yield ended(world, clock)
-        world.stop()
-        store = pidispatch.Store(world.settings.db)
-        pidispatch.DockerEngine(world.settings, store.instance()).sweep(frozenset())
-        store.close()
-    for name in (IMAGE, *(f"{IMAGE}-{name}" for name in ENTRY)):
-        docker_client.remove_image(name, force=True)
+
+
+def sweep(world: World) -> None:
+    """Whatever a failure left running."""
+    world.stop()
+    store = pidispatch.Store(world.settings.db)
+    pidispatch.DockerEngine(world.settings, store.instance()).sweep(frozenset())
+    store.close()
 
 
 def ended(world: World, clock: FakeClock) -> dict[str, Run]:

@@ -278,6 +278,19 @@ END_REASONS = (
     "internal-error",
 )
 
+#: Why a rule's `resume` began anew, or what it said was not kept (40-box, sessions).
+SESSION_REASONS = (
+    "absent",
+    "retried",
+    "too-old",
+    "too-large",
+    "pi-version-changed",
+    "publish-changed",
+    "unreadable",
+    "not-kept",
+    "replaced",
+)
+
 Outcome = Literal["completed", "policy", "failed"]
 
 
@@ -591,7 +604,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "PI_PROVIDERS_FILE", _path, None, "More model providers, also local ones."
     )
     sessions_dir: Path | None = _setting(
-        "PI_SESSIONS_DIR", _path, None, "Transcripts of rules with `resume`."
+        "PI_SESSIONS_DIR",
+        _path,
+        None,
+        "Transcripts of rules with `resume`; one folder a lineage, 0700.",
     )
     bind: str = _setting(
         "PI_BIND", _text, "0.0.0.0", "Address of the webhook receiver."
@@ -912,8 +928,19 @@ def _provider(name: str, row: Any) -> Provider:
         row["keyVariable"],
         row.get("authHeader", "x-api-key" if anthropic else "authorization"),
         row.get("authPrefix", "" if anthropic else "Bearer "),
-        tuple(row.get("models", ())),
+        tuple(_model_row(model) for model in row.get("models", ())),
     )
+
+
+def _model_row(row: Any) -> Mapping[str, Any]:
+    """One of pi's model rows; a wrong price would otherwise end the gate."""
+    if not isinstance(row, dict) or not isinstance(row.get("id"), str):
+        raise ValueError("models: each is an object with an id")
+    cost: Any = row.get("cost", {})
+    prices: list[Any] = list(cost.values()) if isinstance(cost, dict) else [None]
+    if not all(type(price) in (int, float) and 0 <= price < 1e9 for price in prices):
+        raise ValueError(f"models: the cost of {row['id']} must hold prices, from 0")
+    return row
 
 
 #: What the overlay may change, by its name in the file.
@@ -4593,6 +4620,22 @@ class Claimed(msgspec.Struct, frozen=True):
     deferrals: int = 0
 
 
+class SessionNote(msgspec.Struct, frozen=True):
+    """Whether a run continued an earlier one, and if not, why (SESSION_REASONS)."""
+
+    resumed: bool
+    reason: str | None = None
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """How a resumed rule's run began, under which pi; `seen` tells the stored file
+    from another."""
+
+    note: SessionNote
+    seen: str
+    pi: str
+
+
 class Workspace(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the host knows of a job's workspace, kept for its publishing."""
 
@@ -4600,6 +4643,7 @@ class Workspace(msgspec.Struct, frozen=True, omit_defaults=True):
     default_branch: str
     lease: str | None = None
     request_sha: str | None = None
+    lineage: Lineage | None = None
 
 
 class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -4629,11 +4673,6 @@ class Forks(msgspec.Struct, frozen=True):
     count: int = 0
     tokens: int = 0
     cost: float | None = None
-
-
-class SessionNote(msgspec.Struct, frozen=True):
-    resumed: bool
-    reason: str | None = None
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -5407,6 +5446,13 @@ class Store(Controls):
         """The job is told: keep the request's link."""
         self._write(lambda db: _published(db, job, request, reason))
 
+    def work_of(self, job: str) -> Workspace | None:
+        """What the host keeps of an unfinished job's workspace, once prepared."""
+        rows = self._rows("SELECT work FROM jobs WHERE id = ? AND work <> ''", job)
+        if not rows:
+            return None
+        return msgspec.json.decode(rows[0]["work"], type=Workspace)
+
     def cancelled(self, job: str) -> bool:
         return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
 
@@ -5427,7 +5473,7 @@ class Store(Controls):
             _unbook(db, claimed)
             sql = """UPDATE jobs SET state = 'claimed', attempt = attempt - 1,
                      started_at = NULL
-                     WHERE id = ? AND claim = ? AND state = 'starting'"""
+                     WHERE id = ? AND claim = ? AND state IN ('starting', 'running')"""
             _one(db, sql, (claimed.job.id, claimed.claim))
 
         self._write(do)
@@ -5943,8 +5989,18 @@ def hard_rules() -> str:
 
 def prompt_text(job: Job, publish: str) -> str:
     """The user turn of a job; forge text stands only in the data region below."""
+    return _prompt("prompt.md.j2", job, publish)
+
+
+def resumed_prompt(job: Job, publish: str) -> str:
+    """The user turn that continues an earlier run's conversation: short, and enough
+    to go by where that conversation does not tell."""
+    return _prompt("prompt-resumed.md.j2", job, publish)
+
+
+def _prompt(template: str, job: Job, publish: str) -> str:
     return render(
-        "prompt.md.j2",
+        template,
         job=job,
         forge=FORGES[job.kind],
         publish=publish,
@@ -6006,6 +6062,8 @@ GATE_MEMORY = "256m"
 STOP_GRACE_SECONDS = 10
 BUNDLE_MAX_BYTES = 256 * 1024 * 1024
 TEXT_MAX_BYTES = 64 * 1024
+SESSION_MAX_BYTES = 8 * 1024 * 1024
+TRANSCRIPT_FILE = "session.jsonl"
 LOG_MAX_BYTES = 5 * 1024 * 1024
 _SUBNET_BITS = 28
 
@@ -6099,6 +6157,8 @@ class Box(Protocol):
 
     def collect(self, into: Path) -> BoxExit: ...
 
+    def transcript(self) -> bytes | None: ...
+
     def log(self) -> bytes: ...
 
     def remove(self) -> None: ...
@@ -6148,16 +6208,19 @@ def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
 
 def _tokens_of(totals: Sequence[Mapping[str, Any]]) -> Tokens:
     counts = ("input", "output", "cacheRead", "cacheWrite", "total")
-    costs = [life["cost"] for life in totals if life.get("cost") is not None]
-    cost = sum(costs) if len(costs) == len(totals) else None
-    return Tokens(
-        **{name: sum(it[name] for it in totals) for name in counts}, cost=cost
-    )
+    sums = {name: sum(it[name] for it in totals) for name in counts}
+    return Tokens(**sums, cost=_cost_of(totals))
 
 
 def _forks_of(rows: Sequence[Mapping[str, Any]]) -> Forks:
-    costs = [row["cost"] for row in rows if row.get("cost") is not None]
-    return Forks(len(rows), sum(row["total"] for row in rows), sum(costs) or None)
+    return Forks(len(rows), sum(row["total"] for row in rows), _cost_of(rows))
+
+
+def _cost_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The sum, None when any of it had no price: never too low."""
+    costs = [row.get("cost") for row in rows]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if known and len(known) == len(costs) else None
 
 
 def result_of(lines: Sequence[str]) -> Result | None:
@@ -6784,6 +6847,14 @@ class DockerBox:
             "review_request": texts["review-request"],
             "comment": texts["comment"],
         }
+
+    def transcript(self) -> bytes | None:
+        """The session as the runner left it; None without one that can be read."""
+        with engine_answers():
+            try:
+                return self._read(TRANSCRIPT_FILE, SESSION_MAX_BYTES)
+            except Refused:
+                return None
 
     def _read(self, name: str, limit: int) -> bytes | None:
         return self.engine.read_file(self.name, f"/outbox/{name}", limit)
@@ -7947,13 +8018,18 @@ DEFERRALS_MAX = 5 + int((DAY - 900) // DEFER_MAX_SECONDS)
 PUBLISH_WAIT_MAX = 900
 AGENT_DIR = "/home/pi/.pi/agent"
 JOB_FILE_VERSION = 1
+SESSION_AGE_MAX = 14 * DAY
 
 
 class Verdict(NamedTuple):
     """What an ended box means for its job."""
 
-    outcome: Literal["completed", "policy", "failed", "retry"]
+    outcome: Literal["completed", "policy", "failed", "retry", "unstarted"]
     reason: str | None
+
+
+#: The codes of an engine, or of its init, that found nothing to run.
+NEVER_STARTED = (125, 126, 127)
 
 
 def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
@@ -7979,6 +8055,8 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
         return Verdict("completed", None) if done else Verdict("failed", "no-result")
     if ended.code == 1:
         return Verdict("retry", "infra")
+    if ended.code in NEVER_STARTED and ended.result is None and ended.tokens is None:
+        return Verdict("unstarted", None)  # else the agent ran, and ended like that
     if ended.code == 2:
         reason = ended.result.reason if ended.result else None
         known = reason if reason in POLICY_REASONS else "runner-policy"
@@ -8003,6 +8081,8 @@ class Attempt(msgspec.Struct):
     box: Box | None = None
     prepared: Prepared | None = None
     skill: Mapping[str, bytes] = msgspec.field(default_factory=dict)
+    lineage: Lineage | None = None
+    transcript: bytes = b""
     started_at: float | None = None
     left: int | None = None
 
@@ -8027,6 +8107,12 @@ class Attempt(msgspec.Struct):
     @property
     def publish(self) -> str:
         return self.job.run.publish or self.settings.publish
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What the box was told and nobody else may read."""
+        forge = self.remote.credential.password if self.remote else ""
+        return tuple(filter(None, (self.token, forge)))
 
 
 def gate_url(base_url: str) -> str:
@@ -8076,7 +8162,7 @@ def gate_line(attempt: Attempt) -> bytes:
         row = known_model(provider, attempt.catalogue, model) or {}
         providers.setdefault(kind, _gate_provider(provider, row, settings.keys[kind]))
         if row.get("cost"):
-            prices[name] = row["cost"]
+            prices[name] = dict.fromkeys(_PRICES, 0) | row["cost"]
     line = {
         "token": attempt.token,
         "providers": providers,
@@ -8088,6 +8174,10 @@ def gate_line(attempt: Attempt) -> bytes:
         "spent": 0,
     }
     return json.dumps(line).encode()
+
+
+#: Kinds of tokens that have a price; pi takes one that a model leaves out as 0.
+_PRICES = ("input", "output", "cacheRead", "cacheWrite")
 
 
 def _gate_provider(
@@ -8160,7 +8250,7 @@ def job_file(attempt: Attempt, deadline: float) -> bytes:
             "forkJoin": run.forkJoin is not False
             and "forkJoin" in attempt.image.capabilities,
             "publish": attempt.publish,
-            "session": None,
+            "session": _session_word(attempt.lineage),
             "git": {"name": "pidispatch", "email": "pidispatch@localhost"},
         },
         indent=1,
@@ -8171,16 +8261,228 @@ def box_inputs(attempt: Attempt, deadline: float) -> dict[str, bytes | Path]:
     """Everything that goes into /job."""
     job, prepared = attempt.job, attempt.prepared
     assert prepared
+    prompt = resumed_prompt if attempt.transcript else prompt_text
     inputs: dict[str, bytes | Path] = {
         "job.json": job_file(attempt, deadline),
-        "prompt.md": prompt_text(job, attempt.publish).encode(),
+        "prompt.md": prompt(job, attempt.publish).encode(),
         "event.json": event_json(job),
         "base.pack": prepared.pack,
         "shallow": prepared.shallow,
     }
     for name, content in attempt.skill.items():
         inputs[f"skill/{job.flow}/{name}"] = content
+    if attempt.transcript:
+        inputs[TRANSCRIPT_FILE] = attempt.transcript
     return inputs
+
+
+def _session_word(lineage: Lineage | None) -> str | None:
+    """What the runner does: keep no session, begin one, continue the one it gets."""
+    if lineage is None:
+        return None
+    return "resumed" if lineage.note.resumed else "new"
+
+
+# -- sessions ------------------------------------------------------------------
+#
+# The transcript of a rule with `resume`, one file a lineage. It comes from a box,
+# so it is data of an agent that may have been talked into anything: a bounded
+# regular file, of which only the conversation is kept.
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """Ours, in the first line of a kept transcript: by what and when it was kept."""
+
+    pi: str
+    publish: str
+    saved: float
+
+
+class Unreadable(Exception):
+    """Not a transcript of pi's, or none that may be continued."""
+
+
+#: Whose words of a transcript are kept. A system message is not among them: pi
+#: would send it on, and what an injected run wrote would stand above the rules.
+_ROLES = ("user", "assistant", "toolResult")
+#: Of a compaction, all but the system message that pi also puts there.
+_COMPACTION = (
+    *("type", "id", "parentId", "timestamp"),
+    *("summary", "firstKeptEntryId", "tokensBefore"),
+)
+
+
+def clean_transcript(content: bytes, stamp: Stamp) -> bytes:
+    """The conversation of a session file, under a header of ours, and nothing else.
+
+    System messages, tool loadouts, models, settings and other extensions' entries
+    are left out; pi adds its own for the run at hand. Raises `Unreadable`.
+    """
+    entries = [_session_line(line) for line in content.split(b"\n") if line.strip()]
+    if not entries or entries[0].get("type") != "session":
+        raise Unreadable("no header")
+    kept = list(_conversation(entries[1:]))
+    if not kept:
+        raise Unreadable("no conversation")
+    head = _session_head(entries[0])
+    head["pidispatch"] = msgspec.to_builtins(stamp)
+    lines = (json.dumps(it, separators=(",", ":")) for it in (head, *kept))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _session_line(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise Unreadable("a line is not JSON") from None
+    if not isinstance(found, dict):
+        raise Unreadable("a line is not an object")
+    return found
+
+
+def _session_head(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Pi works where the header says, so the folder is ours to say."""
+    name = found.get("id")
+    if found.get("version") != 3 or not isinstance(name, str):
+        raise Unreadable("another format")
+    if not re.fullmatch(r"[0-9A-Za-z-]{1,64}", name):
+        raise Unreadable("an odd id")
+    time_ = str(found.get("timestamp"))[:40]
+    head = {"type": "session", "version": 3, "id": name, "timestamp": time_}
+    return {**head, "cwd": "/workspace"}
+
+
+def _conversation(entries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The entries that are kept, each hung where its nearest kept ancestor is."""
+    up: dict[str, str | None] = {}  # of each entry, the kept one that stands for it
+
+    def stand_in(name: object) -> str | None:
+        return up.get(name) if isinstance(name, str) else None
+
+    for entry in entries:
+        name, parent = entry.get("id"), stand_in(entry.get("parentId"))
+        if not isinstance(name, str) or name in up:
+            raise Unreadable("an entry without an id of its own")
+        kept = _kept_entry(entry)
+        up[name] = parent if kept is None else name
+        if kept is None:
+            continue
+        if "firstKeptEntryId" in kept:
+            kept["firstKeptEntryId"] = stand_in(kept["firstKeptEntryId"]) or name
+        yield {**kept, "parentId": parent}
+
+
+def _kept_entry(entry: dict[str, Any]) -> dict[str, Any] | None:
+    if entry.get("type") == "compaction":
+        return {key: entry[key] for key in _COMPACTION if key in entry}
+    message = entry.get("message")
+    if entry.get("type") != "message" or not isinstance(message, dict):
+        return None
+    spoken = isinstance(message.get("content"), str | list)
+    return entry if spoken and message.get("role") in _ROLES else None
+
+
+def session_ref(job: Job) -> str:
+    """What a lineage is about: the issue's branch or the request, never a replica."""
+    number = job.target.number
+    if job.target.type == "issue":
+        return branch_name(number)
+    return request_ref(job) or f"request/{number}"
+
+
+class Lineages(msgspec.Struct, frozen=True):
+    """PI_SESSIONS_DIR: `<key>/current.jsonl`, read before a run, replaced after it."""
+
+    root: Path
+
+    def folder(self, job: Job) -> Path:
+        return self.root / session_key(job.kind, job.repo, session_ref(job))
+
+    def load(self, job: Job, now: Stamp) -> tuple[Lineage, bytes]:
+        """How this run begins, and the transcript it continues (b"" when it is new).
+
+        Whatever is wrong with a stored one is a cold start, with its reason.
+        """
+        path = self.folder(job) / "current.jsonl"
+        try:
+            reason, content = _stored(path, now)
+        except (OSError, Unreadable) as error:
+            log_event("session-unreadable", logging.WARNING, job=job.id, error=error)
+            reason, content = "unreadable", b""
+        note = SessionNote(reason is None, reason)
+        return Lineage(note, _seen(path), now.pi), content
+
+    def keep(self, job: Job, seen: str, content: bytes, now: Stamp) -> str | None:
+        """Replace the stored transcript by a run's; the reason when it was not.
+
+        Only what `load` saw is replaced: of two runs the first to end wins.
+        """
+        folder = self.folder(job)
+        try:
+            kept = clean_transcript(content, now)
+            if len(kept) > SESSION_MAX_BYTES:
+                return "too-large"
+            for made in (self.root, folder):
+                made.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with lock_file(folder / "lock"):
+                path = folder / "current.jsonl"
+                if _seen(path) != seen:
+                    return "replaced"
+                write_private(folder / "next.jsonl", kept)
+                (folder / "next.jsonl").replace(path)
+        except (OSError, Unreadable) as error:
+            log_event("session-not-kept", logging.WARNING, job=job.id, error=error)
+            return "not-kept"
+        except ConfigError:  # another run's lock
+            return "replaced"
+        return None
+
+    def sweep(self, before: float) -> None:
+        """Remove transcripts that are too old to be continued, and nothing else."""
+        for path in self.root.glob("*/current.jsonl"):
+            if re.fullmatch("[0-9a-f]{32}", path.parent.name) and (
+                path.lstat().st_mtime < before
+            ):
+                for name in ("current.jsonl", "next.jsonl", "lock"):
+                    (path.parent / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # what is not ours stays
+                    path.parent.rmdir()
+
+
+def _seen(path: Path) -> str:
+    """Tells one stored file from the next without reading it; "" for none."""
+    try:
+        facts = path.lstat()
+    except OSError:
+        return ""
+    return f"{facts.st_ino}-{facts.st_mtime_ns}-{facts.st_size}"
+
+
+def _stored(path: Path, now: Stamp) -> tuple[str | None, bytes]:
+    """A transcript that may be continued, or the reason why it may not."""
+    import stat
+
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        return "absent", b""
+    if not stat.S_ISREG(facts.st_mode):
+        return "unreadable", b""
+    if facts.st_size > SESSION_MAX_BYTES:
+        return "too-large", b""
+    content = path.read_bytes()
+    try:
+        head = _session_line(content.partition(b"\n")[0])
+        stamp = msgspec.convert(head.get("pidispatch"), Stamp)
+    except msgspec.ValidationError:
+        raise Unreadable("no stamp of ours") from None
+    if now.saved - stamp.saved > SESSION_AGE_MAX:
+        return "too-old", b""
+    if not now.pi or stamp.pi != now.pi:
+        return "pi-version-changed", b""
+    if stamp.publish != now.publish:  # a token may stand in what that agent saw
+        return "publish-changed", b""
+    return None, clean_transcript(content, stamp)
 
 
 class Leaving(Exception):
@@ -8261,10 +8563,7 @@ class Dispatcher:
 
     def check_version(self, attempt: Attempt) -> None:
         """Fields whose feature this version lacks refuse, they never do nothing."""
-        lacking = (
-            ("resume", attempt.job.run.resume),
-            ("publish: agent", attempt.publish == "agent"),
-        )
+        lacking = (("publish: agent", attempt.publish == "agent"),)
         for name, wanted in lacking:
             if wanted:
                 raise Refused(
@@ -8315,6 +8614,52 @@ class Dispatcher:
         if caps.tokens is not None:
             attempt.left = caps.tokens - self.store.tokens_used(caps, self.clock())
 
+    def load_session(self, attempt: Attempt) -> None:
+        """A rule with `resume` continues its lineage, or begins it for a reason.
+
+        A second attempt begins anew: the transcript may be what ended the first.
+        """
+        if not attempt.job.run.resume:
+            return
+        lineages = self._lineages(attempt)
+        if lineages is None:
+            raise Refused(
+                "sessions-dir-unset",
+                "the rule says `resume`, and no folder for transcripts is set",
+                "set PI_SESSIONS_DIR, or remove `resume` from the rule",
+            )
+        if attempt.job.replica is not None:
+            return  # no rule says both; should a job do, it leaves the store alone
+        assert attempt.image
+        pi = attempt.image.labels.get(LABEL + "pi-version", "")
+        now = Stamp(pi, attempt.publish, self.clock())
+        lineage, content = lineages.load(attempt.job, now)
+        if content and attempt.claimed.attempt:
+            note = SessionNote(False, "retried")
+            lineage, content = Lineage(note, lineage.seen, pi), b""
+        attempt.lineage, attempt.transcript = lineage, content
+
+    def _lineages(self, attempt: Attempt) -> Lineages | None:
+        root = attempt.settings.sessions_dir
+        return Lineages(root) if root else None
+
+    def keep_session(self, attempt: Attempt) -> None:
+        """Keep a finished run's transcript; what comes between is in the record."""
+        lineage, lineages = attempt.lineage, self._lineages(attempt)
+        if lineage is None or lineages is None:
+            return
+        assert attempt.box
+        content = self._patiently(attempt.box.transcript)
+        reason: str | None = "not-kept"
+        if content is not None:
+            for secret in attempt.secrets:
+                content = content.replace(secret.encode(), b"***")
+            stamp = Stamp(lineage.pi, attempt.publish, self.clock())
+            reason = lineages.keep(attempt.job, lineage.seen, content, stamp)
+        if reason is not None:
+            note = SessionNote(lineage.note.resumed, reason)
+            attempt.lineage = Lineage(note, lineage.seen, lineage.pi)
+
     def take_token(self, attempt: Attempt) -> None:
         attempt.remote = Remote.of(self.forge(attempt.job), attempt.job.repo)
 
@@ -8363,6 +8708,7 @@ class Dispatcher:
                 prepared.default_branch,
                 prepared.lease,
                 prepared.request_sha,
+                attempt.lineage,
             ),
         )
 
@@ -8440,6 +8786,7 @@ class Dispatcher:
         attempt = Attempt(claimed, settings, "", box=box, started_at=started_at)
         _event("job-adopted", claimed.job)
         try:
+            self._recall_session(attempt)
             self._settle(attempt, self._attend(attempt))
         except (Leaving, Fenced):
             return
@@ -8448,6 +8795,11 @@ class Dispatcher:
                 "job-failed-inside", logging.ERROR, job=claimed.job.id, error=error
             )
             self._give_up(attempt, "internal-error")
+
+    def _recall_session(self, attempt: Attempt) -> None:
+        """What an earlier process knew of an adopted run's lineage."""
+        work = self.store.work_of(attempt.job.id)
+        attempt.lineage = work.lineage if work else None
 
     def _start(self, attempt: Attempt) -> None:
         assert attempt.box and attempt.started_at is not None
@@ -8514,6 +8866,10 @@ class Dispatcher:
         """Collect what the box left, judge it, record it, then clean and publish."""
         ended = self._patiently(lambda: self._collect(attempt))
         verdict = verdict_of(ended, stopped)
+        if verdict.outcome == "unstarted":
+            self._hand_back(attempt)
+            self._again(attempt, InfraError(f"nothing to run: exit {ended.code}"))
+            return
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
             forget_kept(self.kept_dir(attempt.job))  # the last attempt wins
             until = self.clock() + RETRY_SECONDS
@@ -8524,6 +8880,8 @@ class Dispatcher:
             return
         if verdict.outcome == "retry":
             verdict = Verdict("failed", verdict.reason)
+        if verdict.outcome == "completed":
+            self.keep_session(attempt)
         self._finish(attempt, verdict, ended)
 
     def _collect(self, attempt: Attempt) -> BoxExit:
@@ -8547,7 +8905,7 @@ class Dispatcher:
     def _finish(
         self, attempt: Attempt, verdict: Verdict, ended: BoxExit | None
     ) -> None:
-        assert verdict.outcome != "retry"
+        assert verdict.outcome != "retry" and verdict.outcome != "unstarted"
         record = self.record(attempt, verdict.outcome, verdict.reason, ended)
         if verdict.outcome == "completed":
             commits = ended.result.commits if ended and ended.result else 0
@@ -8629,7 +8987,7 @@ class Dispatcher:
             replicas=job.replicas,
             triggerIndex=job.trigger.index,
             triggerType=job.trigger.type,
-            session=None,
+            session=attempt.lineage.note if attempt.lineage else None,
             bundle=bool(ended and ended.bundle),
             host=_host_name(),
         )
@@ -8752,6 +9110,7 @@ LADDER: tuple[Gate, ...] = (
     ),
     Gate("gate image", Dispatcher.check_gate_image, ("gate-image-missing",)),
     Gate("caps, a look", Dispatcher.check_caps, _CAPS, _OVER_CAP),
+    Gate("session", Dispatcher.load_session, ("sessions-dir-unset",)),
     Gate("token", Dispatcher.take_token, ("forge-token-unavailable",)),
     Gate("box", Dispatcher.open_box),
     Gate(
@@ -9019,6 +9378,8 @@ def sweep_files(settings: Settings, now: float) -> None:
         for entry in folder.iterdir() if folder.is_dir() else ():
             if entry.stat().st_mtime < now - age:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    if settings.sessions_dir:
+        Lineages(settings.sessions_dir).sweep(now - SESSION_AGE_MAX)
     _sweep(settings.state_dir / "mirrors")  # a killed git leaves its token behind
 
 
@@ -10074,6 +10435,7 @@ def run_detail(detail: RunDetail) -> str:
         for name, value in msgspec.to_builtins(detail.record).items():
             shown = "-" if value is None else json_or_text(value)
             lines.append(f"{name:14}{shown}")
+        lines += _unpriced(detail.record)
     if run.request:
         lines.append(f"{'request':14}{run.request.url}")
     for other in detail.siblings:
@@ -10081,6 +10443,13 @@ def run_detail(detail: RunDetail) -> str:
         link = other.request.url if other.request else "no request yet"
         lines.append(f"{'sibling ' + badge:14}{other.id}  {other.state}  {link}")
     return "\n".join(plain_text(line) for line in lines)
+
+
+def _unpriced(record: Record) -> list[str]:
+    """Says that a cost is missing because nobody knows the model's price."""
+    if record.tokens is None or record.tokens.cost is not None:
+        return []
+    return [f"{'cost':14}not known: not every call's model has a price"]
 
 
 def json_or_text(value: object) -> str:
@@ -10310,6 +10679,11 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
         ),
         "all replicas then hold one operator token",
     ),
+    (
+        lambda rule: rule.run.resume is True,
+        "resume hands on what the run before saw and said: an injected one can "
+        "shape the next",
+    ),
     (lambda rule: True, "the model provider sees the code"),
 )
 
@@ -10317,13 +10691,11 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
 #: `not-in-this-version`, and cron rules do not fire.
 _RULES_NOT_YET: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     (lambda rule: rule.on.type == "cron", "cron rules do not fire"),
-    (lambda rule: rule.run.resume is True, "resume is refused"),
     (lambda rule: rule.run.publish == "agent", "publish: agent is refused"),
 )
 
 #: Settings that this version reads and does not act on, and how bad that is.
 SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
-    "sessions_dir": "warn",
     "on_failure": "warn",
 }
 
@@ -10557,6 +10929,7 @@ def doctor(settings: Settings, triggers: Path) -> list[Check]:
     _check_replicas(settings, rules, checks)
     _check_caps(settings, checks)
     _check_limits(settings, rules, checks)
+    _check_sessions(settings, rules, checks)
     _check_git(checks)
     _check_engine(settings, rules, checks)
     _check_forges(settings, rules, checks)
@@ -10598,6 +10971,22 @@ def _check_replicas(
     if settings.daily_cap < largest:
         found = f"PI_DAILY_CAP={settings.daily_cap} cannot hold a set of {largest}"
         checks.append(Check("caps", "fail", found, f"set it to at least {largest}"))
+
+
+def _check_sessions(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    """Rules with `resume` need a folder, which holds what people and agents wrote."""
+    resumed = [f"triggers[{rule.index}]" for rule in rules if rule.run.resume]
+    if not resumed:
+        return
+    if settings.sessions_dir is None:
+        found = f"{', '.join(resumed)}: `resume` without PI_SESSIONS_DIR"
+        fix = "set PI_SESSIONS_DIR, or remove `resume`"
+        checks.append(Check("sessions", "fail", found, fix))
+    else:
+        found = f"{settings.sessions_dir} keeps the transcripts of {', '.join(resumed)}"
+        checks.append(Check("sessions", "ok", found))
 
 
 def _check_caps(settings: Settings, checks: list[Check]) -> None:

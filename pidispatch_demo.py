@@ -4219,6 +4219,10 @@ class ProcessBox:
         )
         return ended
 
+    def transcript(self) -> bytes | None:
+        """None: the scripted agent keeps no session."""
+        return None
+
     def log(self) -> bytes:
         """The runner's stdout."""
         return (self.root / "runner.log").read_bytes()

@@ -798,11 +798,8 @@ def test_doctor_finds_nothing_wrong_on_a_machine_that_is_ready(
     assert "canary" not in result.output
 
 
-CRON = {
-    "on": {"type": "cron", "id": "n", "pattern": "0 3 * * *"},
-    "run": {"kind": "local", "flow": "tidy", "task": "t", "folder": "."},
-}
 GITLAB = {"on": RULES[0]["on"], "run": {"kind": "gitlab", "flow": "fix-issue"}}
+RUN = {"kind": "github", "flow": "fix-issue"}
 
 #: One thing wrong, then doctor's line about it. ✗ is exit 1, ⚠ alone is exit 0.
 FAULTS: list[tuple[str, dict[str, str | None], str]] = [
@@ -817,7 +814,8 @@ FAULTS: list[tuple[str, dict[str, str | None], str]] = [
     ("bad rules", {}, "✗ triggers: triggers.json: line 1, column 1: not JSON"),
     ("no rule", {}, "⚠ triggers: 0 rules"),
     ("other forge", {}, "✗ gitlab: rules name gitlab, which is not served"),
-    ("not yet", {}, "⚠ triggers: triggers[1]: in this version resume is refused"),
+    ("not yet", {}, "⚠ triggers: triggers[1]: in this version publish: agent is"),
+    ("no sessions", {}, "✗ sessions: triggers[1]: `resume` without PI_SESSIONS_DIR"),
     ("no secret", {"WEBHOOK_SECRET": None}, "✗ forges: no forge is served"),
     ("no token", {"GITHUB_PAT": None}, "✗ github: deliveries are taken, but there is"),
     ("wrong token", {"GITHUB_PAT": "x"}, "✗ github: github: cannot read our own"),
@@ -852,9 +850,9 @@ def spoil(name: str, folder: Path, paper: PaperEngine) -> None:
     rules: dict[str, Any] = {
         "no rule": [],
         "other forge": [*RULES, GITLAB],
-        "not yet": [*RULES, {**RULES[0], "run": {**GITLAB["run"], "resume": True}}],
+        "not yet": [*RULES, {**RULES[0], "run": {**RUN, "publish": "agent"}}],
+        "no sessions": [*RULES, {**RULES[0], "run": {**RUN, "resume": True}}],
     }
-    rules["not yet"][-1]["run"]["kind"] = "github"
     if name in rules:
         (folder / "triggers.json").write_text(json.dumps({"triggers": rules[name]}))
     if name == "bad rules":

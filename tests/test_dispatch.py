@@ -33,6 +33,7 @@ CAPS = pidispatch.Caps(25, None, None, "UTC")
 # -- the verdict ----------------------------------------------------------------
 
 DONE = Result(0, None, 3, 1)
+PAID = pidispatch.Tokens(1, 1, 0, 0, 2, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,11 @@ DONE = Result(0, None, 3, 1)
         (BoxExit(code=137), None, ("failed", "unexpected-exit")),
         (BoxExit(code=None), None, ("failed", "lost")),
         (BoxExit(code=143), None, ("failed", "unexpected-exit")),
+        (BoxExit(code=127), None, ("unstarted", None)),
+        (BoxExit(code=126), None, ("unstarted", None)),
+        (BoxExit(code=125), None, ("unstarted", None)),
+        (BoxExit(code=127, result=DONE), None, ("failed", "unexpected-exit")),
+        (BoxExit(code=127, tokens=PAID), None, ("failed", "unexpected-exit")),
         (
             BoxExit(code=0, result=DONE, budget_spent=True),
             None,
@@ -115,12 +121,20 @@ def test_the_last_running_total_counts_and_noise_is_no_matter() -> None:
 
 
 def test_forks_are_summed_and_a_spent_budget_is_seen() -> None:
-    rows = {"c/a": {"total": 5, "cost": 0.1}, "c/b": {"total": 7, "cost": None}}
+    rows = {"c/a": {"total": 5, "cost": 0.1}, "c/b": {"total": 7, "cost": 0.0}}
     refused = json.dumps({"event": "refused", "reason": "budget"})
     tokens, forks, spent = pidispatch.meter_of([call(1, 12, **rows), refused])
     assert tokens
     assert forks == pidispatch.Forks(2, 12, 0.1)
     assert spent
+
+
+def test_a_cost_without_one_of_its_prices_is_no_cost_rather_than_too_low() -> None:
+    rows = {"c/a": {"total": 5, "cost": 0.1}, "c/b": {"total": 7, "cost": None}}
+    _, forks, _ = pidispatch.meter_of([call(1, 12, **rows)])
+    assert forks == pidispatch.Forks(2, 12, None)
+    free = {"c/a": {"total": 5, "cost": 0.0}}
+    assert pidispatch.meter_of([call(1, 5, **free)])[1] == pidispatch.Forks(1, 5, 0.0)
 
 
 def test_a_gate_that_was_started_again_adds_to_its_first_life() -> None:
@@ -195,6 +209,9 @@ class FakeBox:
     def collect(self, into: Path) -> BoxExit:
         return self.engine.exits.pop(0)
 
+    def transcript(self) -> bytes | None:
+        return self.engine.transcript
+
     def log(self) -> bytes:
         return b"line\n" * 3
 
@@ -215,6 +232,7 @@ class FakeEngine:
     ends: threading.Event = field(default_factory=threading.Event)
     models: dict[str, Any] = field(default_factory=dict)
     gate_stands: bool = True
+    transcript: bytes | None = None
     waited: Callable[[], object] = lambda: None
 
     def image(self, tag: str) -> pidispatch.Image | None:
@@ -249,7 +267,7 @@ class FakeForge:
         self.asked += 1
         if self.token_error:
             raise self.token_error
-        return pidispatch.Credential("x", "y")
+        return pidispatch.Credential("x", "forge-secret")
 
     def clone_url(self, repo: str) -> str:
         return f"http://forge/{repo}.git"
@@ -376,7 +394,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("provider", {"provider": "nobody"}, {}, "provider-unconfigured"),
     ("key", {"provider": "openai"}, {}, "provider-unconfigured"),
-    ("resume", {"resume": True}, {}, "not-in-this-version"),
+    ("resume", {"resume": True}, {}, "sessions-dir-unset"),
     ("agent", {"publish": "agent"}, {}, "not-in-this-version"),
     (
         "model",
@@ -517,13 +535,14 @@ SCENES: dict[str, dict[str, Scene]] = {
         "job-image-replicas-unsupported": images(image("gate")),
         "job-image-exclude-tools-unsupported": Scene(run={"excludeTools": ("bash",)}),
     },
-    "version": {"not-in-this-version": Scene(run={"resume": True})},
+    "version": {"not-in-this-version": Scene(run={"publish": "agent"})},
     "provider": {
         "provider-unconfigured": Scene(run={"provider": "nobody"}),
         "model-unknown": Scene(no_models),
     },
     "gate image": {"gate-image-missing": Scene.cap(gate_image="other")},
     "caps, a look": CAP_SCENES,
+    "session": {"sessions-dir-unset": Scene(run={"resume": True})},
     "token": {"forge-token-unavailable": Scene(no_token)},
     "box": {},
     "workspace": {
@@ -955,6 +974,7 @@ def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
         "provider",
         "gate image",
         "caps, a look",
+        "session",
         "token",
         "box",
         "workspace",
@@ -1003,11 +1023,13 @@ def test_every_reason_that_is_written_stands_in_the_vocabulary() -> None:
     """A record holds fixed words only: no reason is made up along the way."""
     known = {*pidispatch.REFUSALS, *pidispatch.PUBLISH_REFUSALS}
     known |= {*pidispatch.END_REASONS, *pidispatch.DROP_REASONS}
+    known |= {*pidispatch.SESSION_REASONS}
     written = set()
     for node in ast.walk(ast.parse(Path(pidispatch.__file__).read_text())):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
-        place = {"Refused": 0, "Drop": 0, "Verdict": 1}.get(node.func.id)
+        places = {"Refused": 0, "Drop": 0, "Verdict": 1, "SessionNote": 1}
+        place = places.get(node.func.id)
         if place is None or len(node.args) <= place:
             continue
         word = node.args[place]
@@ -1360,6 +1382,22 @@ def test_a_token_left_by_a_killed_git_is_swept_while_we_run(tmp_path: Path) -> N
     os.utime(left, (old, old))
     pidispatch.sweep_files(settings, time.time())
     assert (left.exists(), fresh.exists()) == (False, True)
+
+
+@pytest.mark.parametrize(("days", "kept"), [(7, ["new"]), (0, ["new", "old"])])
+def test_captured_logs_are_swept_by_age_unless_that_is_off(
+    tmp_path: Path, days: int, kept: list[str]
+) -> None:
+    """T45."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    now = time.time()
+    for name, age in (("old", 8), ("new", 6)):
+        (folder / name).write_text("line\n")
+        os.utime(folder / name, (now - age * pidispatch.DAY,) * 2)
+    settings = pidispatch.Settings(state_dir=tmp_path, log_retention_days=days)
+    pidispatch.sweep_files(settings, now)
+    assert sorted(path.name for path in folder.iterdir()) == kept
 
 
 def test_a_run_whose_gate_is_lost_is_stopped_and_retried_once(bench: Bench) -> None:

@@ -3645,9 +3645,21 @@ CREATE TABLE poll_cursors (
 ) STRICT;
 """
 
+#: Comments on targets whose deliveries were dropped, one for each hour.
+_SCHEMA_LIMITED = """
+CREATE TABLE limited (
+    set_id TEXT PRIMARY KEY, kind TEXT NOT NULL, target TEXT NOT NULL, at REAL NOT NULL,
+    payload TEXT, tries INTEGER NOT NULL DEFAULT 0, not_before REAL NOT NULL DEFAULT 0
+) STRICT;
+CREATE INDEX limited_target ON limited (target, at);
+"""
+
 #: Names of the migrations this version knows, oldest first; a file that has
 #: another one was written by a newer pidispatch and is left alone.
-_MIGRATIONS: tuple[tuple[str, str], ...] = (("001-first", _SCHEMA_1),)
+_MIGRATIONS: tuple[tuple[str, str], ...] = (
+    ("001-first", _SCHEMA_1),
+    ("002-limited", _SCHEMA_LIMITED),
+)
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
@@ -4153,6 +4165,23 @@ class Store(Reader):
         """The job is told: keep the request's link."""
         self._write(lambda db: _published(db, job, request, reason))
 
+    def due_limited(self) -> list[tuple[Job, int]]:
+        """Dropped deliveries to comment on, each as its first job, and tries so far."""
+        sql = """SELECT payload, tries FROM limited WHERE payload IS NOT NULL
+                 AND not_before <= ? ORDER BY at LIMIT 20"""
+        return [
+            (msgspec.json.decode(row["payload"], type=Job), row["tries"])
+            for row in self._rows(sql, self.clock())
+        ]
+
+    def postpone_limited(self, set_id: str, until: float) -> None:
+        sql = "UPDATE limited SET not_before = ?, tries = tries + 1 WHERE set_id = ?"
+        self._write(lambda db: db.execute(sql, (until, set_id)))
+
+    def limited_told(self, set_id: str) -> None:
+        sql = "UPDATE limited SET payload = NULL WHERE set_id = ?"
+        self._write(lambda db: db.execute(sql, (set_id,)))
+
     def cancelled(self, job: str) -> bool:
         return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
 
@@ -4352,7 +4381,8 @@ def _judged(
     if any(_window_holds(db, job, delivery.when) for job in jobs):
         return Admission("coalesced")
     target = jobs[0].title
-    if hourly and _recent(db, target, delivery.received) >= hourly:
+    if hourly and _recent(db, jobs[0], delivery.received) >= hourly:
+        _put_limited(db, jobs[0], delivery.received)
         return Admission("rate-limited")
     _put_delivery(db, delivery, target, "admitted", None)
     for job in jobs:
@@ -4379,11 +4409,20 @@ def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
     return db.execute(sql, (job.kind, job.dedup, *span)).fetchone() is not None
 
 
-def _recent(db: sqlite3.Connection, target: str, now: float) -> int:
-    sql = """SELECT count(*) FROM deliveries WHERE target = ? AND received_at > ?
-             AND state = 'admitted'"""
-    n: int = db.execute(sql, (target, now - 3600)).fetchone()[0]
+def _recent(db: sqlite3.Connection, job: Job, now: float) -> int:
+    sql = """SELECT count(*) FROM deliveries WHERE target = ? AND kind = ?
+             AND received_at > ? AND state = 'admitted'"""
+    n: int = db.execute(sql, (job.title, job.kind, now - 3600)).fetchone()[0]
     return n
+
+
+def _put_limited(db: sqlite3.Connection, job: Job, now: float) -> None:
+    """Say on the target that it is limited, unless that was said within the hour."""
+    sql = """INSERT OR IGNORE INTO limited (set_id, kind, target, at, payload)
+             SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (SELECT 1 FROM limited
+             WHERE target = ?3 AND kind = ?2 AND at > ?4 - 3600)"""
+    payload = msgspec.json.encode(job.without_text()).decode()
+    db.execute(sql, (job.set, job.kind, job.title, now, payload))
 
 
 def _put_delivery(
@@ -4589,6 +4628,7 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
+    db.execute("DELETE FROM limited WHERE at < ?", (before,))
     db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before,))
     db.execute(
         """DELETE FROM deliveries WHERE state = 'admitted' AND received_at < ?
@@ -7274,6 +7314,28 @@ class Dispatcher:
     def publish_due(self) -> None:
         for job, _, _, _ in self.store.due_notices():
             self.publish(job.id)
+        for job, tries in self.store.due_limited():
+            self._tell_limited(job, tries)
+
+    def _tell_limited(self, job: Job, tries: int) -> None:
+        """Say once that a target had its hour's deliveries; what is down is retried."""
+        limit = self.settings.target_hourly
+        message = (
+            f"{job.title} has had its {limit} deliveries of this hour, and further "
+            "ones are dropped until it is over; this is said once"
+        )
+        fix = "act again then, or raise `PI_TARGET_HOURLY`"
+        notice = _refusal_notice(job, Refused("rate-limited", message, fix))
+        try:
+            self._tell(job, None, notice)
+        except (Refused, Rejected) as error:
+            _event("comment-refused", job, level=logging.WARNING, error=error)
+        except Exception as error:  # one telling's edge: others go on
+            wait = min(5 * 2 ** min(tries, 16), PUBLISH_WAIT_MAX)
+            _event("publish-retry", job, level=logging.WARNING, wait=wait, error=error)
+            self.store.postpone_limited(job.set, self.clock() + wait)
+            return
+        self.store.limited_told(job.set)
 
     # -- the start -----------------------------------------------------------
 

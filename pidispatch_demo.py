@@ -46,7 +46,7 @@ from dataclasses import asdict, dataclass, field
 from http.client import responses
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, NamedTuple, Self
 
 if TYPE_CHECKING:
     import pidispatch
@@ -1544,15 +1544,6 @@ class Refused(Exception):
         self.message = message
         self.errors = errors
 
-    def reply(self) -> Reply:
-        """The answer, in GitHub's shape."""
-        shape: Json = {"message": self.message}
-        if self.errors:
-            shape["errors"] = list(self.errors)
-        shape["documentation_url"] = _DOCUMENTATION
-        shape["status"] = str(self.status)
-        return json_reply(self.status, shape)
-
 
 def _invalid(resource: str, **error: str) -> Refused:
     return Refused(422, "Validation Failed", [{"resource": resource, **error}])
@@ -1620,6 +1611,7 @@ class Call:
     base: str
     token: Token | None
     args: Mapping[str, str]
+    full_name: str | None = None
 
     @property
     def caller(self) -> str:
@@ -1630,8 +1622,8 @@ class Call:
     @functools.cached_property
     def repo(self) -> Repo:
         """The repository of the path; 404 when it does not exist for this token."""
-        assert self.token is not None
-        found = self.data.repo(f"{self.args['owner']}/{self.args['name']}", self.token)
+        assert self.token is not None and self.full_name is not None
+        found = self.data.repo(self.full_name, self.token)
         if found is None:
             raise Refused(404, "Not Found")
         return found
@@ -1677,22 +1669,34 @@ class Route(NamedTuple):
     function: Callable[[Call], Reply]
 
 
-ROUTES: list[Route] = []
+class Routes(list[Route]):
+    """One forge's API; called, it registers the function that follows."""
+
+    def __call__(
+        self, method: str, path: str, needs: str = ""
+    ) -> Callable[[Callable[[Call], Reply]], Callable[[Call], Reply]]:
+        """Register for a path; ``{x}`` is a segment, ``{x+}`` the rest."""
+        pattern = re.sub(r"\{(\w+)\+\}", r"(?P<\1>.+)", path)
+        pattern = re.sub(r"\{number\}", r"(?P<number>[0-9]+)", pattern)
+        pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", pattern)
+
+        def register(function: Callable[[Call], Reply]) -> Callable[[Call], Reply]:
+            self.append(Route(method, re.compile(pattern), needs, function))
+            return function
+
+        return register
+
+    def find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
+        """The row of a request and the arguments in its path; raises 404."""
+        for row in self:
+            match = row.path.fullmatch(path)
+            if match and row.method == method:
+                args = match.groupdict()
+                return row, {n: urllib.parse.unquote(v) for n, v in args.items()}
+        raise Refused(404, "Not Found")
 
 
-def route(
-    method: str, path: str, needs: str = ""
-) -> Callable[[Callable[[Call], Reply]], Callable[[Call], Reply]]:
-    """Register a function for a path; ``{x}`` is a segment, ``{x+}`` the rest."""
-    pattern = re.sub(r"\{(\w+)\+\}", r"(?P<\1>.+)", path)
-    pattern = re.sub(r"\{number\}", r"(?P<number>[0-9]+)", pattern)
-    pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", pattern)
-
-    def register(function: Callable[[Call], Reply]) -> Callable[[Call], Reply]:
-        ROUTES.append(Route(method, re.compile(pattern), needs, function))
-        return function
-
-    return register
+GITHUB = Routes()
 
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:
@@ -1722,14 +1726,14 @@ def paginated(call: Call, rows: Sequence[Json]) -> Reply:
     return reply
 
 
-@route("GET", "/user")
+@GITHUB("GET", "/user")
 def get_user(call: Call) -> Reply:
     if call.token and call.token.kind == "installation":
         raise Refused(403, _INACCESSIBLE["installation"])
     return json_reply(200, user_json(call.base, call.data.accounts.user(call.caller)))
 
 
-@route("GET", "/users/{login}")
+@GITHUB("GET", "/users/{login}")
 def get_users(call: Call) -> Reply:
     user = call.data.accounts.users.get(call.args["login"])
     if user is None:
@@ -1737,7 +1741,7 @@ def get_users(call: Call) -> Reply:
     return json_reply(200, user_json(call.base, user))
 
 
-@route("GET", "/rate_limit")
+@GITHUB("GET", "/rate_limit")
 def get_rate_limit(call: Call) -> Reply:
     assert call.token is not None
     used = call.data.rate_used.get(call.token.value, 0)
@@ -1755,7 +1759,7 @@ def _rate_reset(data: ForgeData) -> int:
     return (int(data.accounts.clock()) // 3600 + 1) * 3600
 
 
-@route("GET", "/repos/{owner}/{name}", "metadata:read")
+@GITHUB("GET", "/repos/{owner}/{name}", "metadata:read")
 def get_repo(call: Call) -> Reply:
     assert call.token is not None
     write = call.token.may("contents", "write")
@@ -1764,7 +1768,7 @@ def get_repo(call: Call) -> Reply:
     return json_reply(200, shape)
 
 
-@route("GET", "/repos/{owner}/{name}/branches", "contents:read")
+@GITHUB("GET", "/repos/{owner}/{name}/branches", "contents:read")
 def get_branches(call: Call) -> Reply:
     only = call.request.query.get("protected")
     rows = [
@@ -1775,7 +1779,7 @@ def get_branches(call: Call) -> Reply:
     return paginated(call, rows)
 
 
-@route("GET", "/repos/{owner}/{name}/branches/{branch+}", "contents:read")
+@GITHUB("GET", "/repos/{owner}/{name}/branches/{branch+}", "contents:read")
 def get_branch(call: Call) -> Reply:
     name = call.args["branch"]
     sha = call.repo.branch(name)
@@ -1784,7 +1788,7 @@ def get_branch(call: Call) -> Reply:
     return json_reply(200, branch_json(call.base, call.repo, name, sha))
 
 
-@route("GET", "/repos/{owner}/{name}/git/ref/{ref+}", "contents:read")
+@GITHUB("GET", "/repos/{owner}/{name}/git/ref/{ref+}", "contents:read")
 def get_ref(call: Call) -> Reply:
     ref = f"refs/{call.args['ref']}"
     sha = call.repo.refs.get(ref)
@@ -1796,12 +1800,12 @@ def get_ref(call: Call) -> Reply:
     return json_reply(200, shape)
 
 
-@route("GET", "/repos/{owner}/{name}/issues/{number}", "issues|pull_requests:read")
+@GITHUB("GET", "/repos/{owner}/{name}/issues/{number}", "issues|pull_requests:read")
 def get_issue(call: Call) -> Reply:
     return json_reply(200, issue_json(call.base, call.repo, call.item()))
 
 
-@route(
+@GITHUB(
     "GET", "/repos/{owner}/{name}/issues/{number}/labels", "issues|pull_requests:read"
 )
 def get_labels(call: Call) -> Reply:
@@ -1809,7 +1813,7 @@ def get_labels(call: Call) -> Reply:
     return paginated(call, [label_json(call.base, call.repo, n) for n in names])
 
 
-@route(
+@GITHUB(
     "GET", "/repos/{owner}/{name}/issues/{number}/comments", "issues|pull_requests:read"
 )
 def get_comments(call: Call) -> Reply:
@@ -1817,7 +1821,7 @@ def get_comments(call: Call) -> Reply:
     return paginated(call, [comment_json(call.base, call.repo, c) for c in comments])
 
 
-@route(
+@GITHUB(
     "POST",
     "/repos/{owner}/{name}/issues/{number}/comments",
     "issues|pull_requests:write",
@@ -1833,14 +1837,14 @@ def post_comment(call: Call) -> Reply:
     return json_reply(201, shape, Location=str(shape["url"]))
 
 
-@route("GET", "/repos/{owner}/{name}/issues/events", "issues:read")
+@GITHUB("GET", "/repos/{owner}/{name}/issues/events", "issues:read")
 def get_issue_events(call: Call) -> Reply:
     """Newest first, and with no other choice."""
     events = sorted(call.repo.events, key=lambda event: -event.id)
     return paginated(call, [event_json(call.base, call.repo, e) for e in events])
 
 
-@route("GET", "/repos/{owner}/{name}/issues/comments", "issues|pull_requests:read")
+@GITHUB("GET", "/repos/{owner}/{name}/issues/comments", "issues|pull_requests:read")
 def get_all_comments(call: Call) -> Reply:
     """By id unless ``sort`` says else; ``since`` is about the last change."""
     query = call.request.query
@@ -1853,14 +1857,14 @@ def get_all_comments(call: Call) -> Reply:
     return paginated(call, [comment_json(call.base, call.repo, c) for c in rows])
 
 
-@route("GET", "/repos/{owner}/{name}/pulls/{number}/reviews", "pull_requests:read")
+@GITHUB("GET", "/repos/{owner}/{name}/pulls/{number}/reviews", "pull_requests:read")
 def get_reviews(call: Call) -> Reply:
     number = call.pull().number
     rows = [review for review in call.repo.reviews if review.number == number]
     return paginated(call, [review_json(call.base, call.repo, r) for r in rows])
 
 
-@route("GET", "/repos/{owner}/{name}/activity", "contents:read")
+@GITHUB("GET", "/repos/{owner}/{name}/activity", "contents:read")
 def get_activity(call: Call) -> Reply:
     """Newest first; the pages of the real one are found by its Link header."""
     ref = call.request.query.get("ref", "")
@@ -1872,7 +1876,7 @@ def get_activity(call: Call) -> Reply:
     return json_reply(200, shapes)
 
 
-@route("GET", "/repos/{owner}/{name}/pulls", "pull_requests:read")
+@GITHUB("GET", "/repos/{owner}/{name}/pulls", "pull_requests:read")
 def get_pulls(call: Call) -> Reply:
     query = call.request.query
     by = "updated_at" if query.get("sort") == "updated" else "created_at"
@@ -1896,7 +1900,7 @@ def _pull_selected(pull: Pull, query: Mapping[str, str]) -> bool:
     return query.get("state", "open") in ("all", pull.state)
 
 
-@route("POST", "/repos/{owner}/{name}/pulls", "pull_requests:write")
+@GITHUB("POST", "/repos/{owner}/{name}/pulls", "pull_requests:write")
 def post_pull(call: Call) -> Reply:
     shape = call.body()
     for name in ("head", "base"):
@@ -1942,12 +1946,12 @@ def _checked_head(repo: Repo, head: str, base: str) -> str:
     return branch
 
 
-@route("GET", "/repos/{owner}/{name}/pulls/{number}", "pull_requests:read")
+@GITHUB("GET", "/repos/{owner}/{name}/pulls/{number}", "pull_requests:read")
 def get_pull(call: Call) -> Reply:
     return json_reply(200, pull_detail_json(call.base, call.repo, call.pull()))
 
 
-@route("PATCH", "/repos/{owner}/{name}/pulls/{number}", "pull_requests:write")
+@GITHUB("PATCH", "/repos/{owner}/{name}/pulls/{number}", "pull_requests:write")
 def patch_pull(call: Call) -> Reply:
     pull, shape = call.pull(), call.body()
     title = call.text(shape, "title", _TITLE_MAX, "PullRequest")
@@ -1968,7 +1972,9 @@ def patch_pull(call: Call) -> Reply:
     return json_reply(200, pull_detail_json(call.base, call.repo, pull))
 
 
-@route("GET", "/repos/{owner}/{name}/collaborators/{login}/permission", "metadata:read")
+@GITHUB(
+    "GET", "/repos/{owner}/{name}/collaborators/{login}/permission", "metadata:read"
+)
 def get_permission(call: Call) -> Reply:
     assert call.token is not None
     if not call.token.may("contents", "write"):
@@ -1986,7 +1992,7 @@ def get_permission(call: Call) -> Reply:
     return json_reply(200, shape)
 
 
-@route("GET", "/app", "app")
+@GITHUB("GET", "/app", "app")
 def get_app(call: Call) -> Reply:
     app = _app(call)
     shape = {
@@ -2000,7 +2006,7 @@ def get_app(call: Call) -> Reply:
     return json_reply(200, shape)
 
 
-@route("GET", "/repos/{owner}/{name}/installation", "app")
+@GITHUB("GET", "/repos/{owner}/{name}/installation", "app")
 def get_installation(call: Call) -> Reply:
     app = _app(call)
     if f"{call.args['owner']}/{call.args['name']}" not in app.repositories:
@@ -2019,7 +2025,7 @@ def get_installation(call: Call) -> Reply:
     return json_reply(200, shape)
 
 
-@route("POST", "/app/installations/{number}/access_tokens", "app")
+@GITHUB("POST", "/app/installations/{number}/access_tokens", "app")
 def post_access_token(call: Call) -> Reply:
     app = _app(call)
     if int(call.args["number"]) != app.installation_id:
@@ -2107,11 +2113,6 @@ def _signed_by(text: str, app: App) -> bool:
 # It behaves like an instance in private mode: nothing is shown without a credential.
 # ---------------------------------------------------------------------------
 
-_GIT_PATH = re.compile(
-    r"/(?P<owner>[^/]+)/(?P<name>[^/]+?)(\.git)?"
-    r"/(?P<operation>info/refs|git-upload-pack|git-receive-pack)"
-)
-
 
 class Logged(NamedTuple):
     """One request: when, what, how it ended, and with which token (its name)."""
@@ -2123,11 +2124,17 @@ class Logged(NamedTuple):
     token: str | None
 
 
-class FakeGitHub(FakeServer):
-    """A GitHub on a local port, REST and git, for the repositories it is given.
+class FakeForge(FakeServer):
+    """A forge on a local port, API and git, for the repositories it is given.
 
-    REST is served at the root and under /api/v3, git at /{owner}/{repo}.git. What it
-    holds is in ``data`` and the `Repo` objects; ``log`` has every request."""
+    What it holds is in ``data`` and the `Repo` objects; ``log`` has every request.
+    A dialect names its routes, the paths of its API and of git, and its errors."""
+
+    kind: ClassVar[str]
+    routes: ClassVar[Routes]
+    api_prefixes: ClassVar[tuple[str, ...]]
+    git_path: ClassVar[re.Pattern[str]]
+    realm: ClassVar[str]
 
     def __init__(
         self,
@@ -2139,7 +2146,7 @@ class FakeGitHub(FakeServer):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(host, port, clock)
-        self._own_root = None if root else tempfile.mkdtemp(prefix="fake-github-")
+        self._own_root = None if root else tempfile.mkdtemp(prefix="fake-forge-")
         self.root = root or Path(str(self._own_root))
         self.data = ForgeData(Accounts(clock, self.root, self.url), tokens, app)
         self.log: list[Logged] = []
@@ -2190,26 +2197,53 @@ class FakeGitHub(FakeServer):
 
     def answer(self, request: Request) -> Reply:
         """Route to git or the API."""
-        git = _GIT_PATH.fullmatch(request.path)
+        git = self.git_path.fullmatch(request.path)
         return self._git(request, git) if git else self._api(request)
 
     def error_reply(self, request: Request, status: int, message: str) -> Reply:
-        """An ordered fault in GitHub's shape."""
-        return Refused(status, message).reply()
+        """An ordered fault in the forge's shape."""
+        return self.refused(Refused(status, message))
+
+    def credential(self, request: Request) -> str:
+        """The token a request came with, else nothing."""
+        return _credential(request)
+
+    def repo_name(self, args: Mapping[str, str]) -> str | None:
+        """The repository that a path names: an API's or git's."""
+        return f"{args['owner']}/{args['name']}" if "owner" in args else None
+
+    def refused(self, refusal: Refused) -> Reply:
+        """An error in the forge's own shape."""
+        raise NotImplementedError
+
+    def admit(self, call: Call, needs: str) -> None:
+        """Raise unless the credential of the call holds and covers ``needs``."""
+        raise NotImplementedError
+
+    def sent(self, token: Token | None, reply: Reply) -> Reply:
+        """An answer of the API with what the forge puts on every one."""
+        return reply
+
+    def label(
+        self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """Put a label on an issue as ``login``; the delivery that tells of it."""
+        raise NotImplementedError
 
     def note(self, request: Request, reply: Reply) -> None:
         """Write the log line; a token appears by its name only."""
-        token = self.data.tokens.get(_credential(request))
+        token = self.data.tokens.get(self.credential(request))
         name = (token.name or token.login) if token else None
         row = Logged(self.clock(), request.method, request.path, reply.status, name)
         self.log.append(row)
 
     def _git(self, request: Request, match: re.Match[str]) -> Reply:
-        token = self.data.token(_credential(request))
+        token = self.data.token(self.credential(request))
         if token is None:
-            challenge = {"WWW-Authenticate": 'Basic realm="GitHub"'}
+            challenge = {"WWW-Authenticate": f'Basic realm="{self.realm}"'}
             return Reply(401, b"Repository not found.\n", challenge)
-        full_name = f"{match['owner']}/{match['name']}"
+        args = {n: urllib.parse.unquote(v or "") for n, v in match.groupdict().items()}
+        full_name = self.repo_name(args) or ""
         repo = self.data.repo(full_name, token)
         plain = {"Content-Type": "text/plain; charset=UTF-8"}
         if repo is None:
@@ -2233,28 +2267,74 @@ class FakeGitHub(FakeServer):
         return reply
 
     def _api(self, request: Request) -> Reply:
-        token = self.data.token(_credential(request))
+        token = self.data.token(self.credential(request))
         with self.lock:
             try:
                 reply = _with_etag(request, self._called(request, token))
             except Refused as refusal:
-                reply = refusal.reply()
-            return self._count(token, reply)
+                reply = self.refused(refusal)
+            return self.sent(token, reply)
 
     def _called(self, request: Request, token: Token | None) -> Reply:
-        prefix = "/api/v3" if request.path.startswith("/api/v3/") else ""
-        row, args = _find_route(request.method, request.path.removeprefix(prefix))
+        inside = (p for p in self.api_prefixes if request.path.startswith(p + "/"))
+        prefix = next(inside, None)
+        if prefix is None:
+            raise Refused(404, "Not Found")
+        row, args = self.routes.find(request.method, request.path.removeprefix(prefix))
         host = request.headers.get("host", f"{self.host}:{self.port}")
-        call = Call(self.data, request, f"http://{host}{prefix}", token, args)
-        if row.needs == "app":
-            self._check_app(request)
-        else:
-            self._admit(call, row.needs)
+        base, name = f"http://{host}{prefix}", self.repo_name(args)
+        call = Call(self.data, request, base, token, args, name)
+        self.admit(call, row.needs)
         return row.function(call)
 
-    def _admit(self, call: Call, needs: str) -> None:
+    def control(self, what: str, value: Any) -> object:
+        """How a forge in a container is steered and looked into."""
+        if what == "GET log":
+            return [row._asdict() for row in self.log]
+        if what == "GET state":
+            return {name: _state(repo) for name, repo in self.repos.items()}
+        if what == "POST repos":
+            issues = {int(n): i for n, i in value.pop("issues", {}).items()}
+            return repo_json(self.url, self.create_repo(**value, issues=issues))
+        if what == "POST payload":
+            builder, repo = PAYLOADS[value.pop("event")], self.repos[value.pop("repo")]
+            return builder(repo, **value)
+        raise LookupError(what)
+
+
+class FakeGitHub(FakeForge):
+    """A GitHub: REST at the root and under /api/v3, git at /{owner}/{repo}.git."""
+
+    kind = "github"
+    routes = GITHUB
+    api_prefixes = ("/api/v3", "")
+    git_path = re.compile(
+        r"/(?P<owner>[^/]+)/(?P<name>[^/]+?)(\.git)?"
+        r"/(?P<operation>info/refs|git-upload-pack|git-receive-pack)"
+    )
+    realm = "GitHub"
+
+    def label(
+        self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issues`` delivery, action ``labeled``."""
+        payload = labeled_payload(repo, number, label, login)
+        return signed_delivery("issues", payload, secret, guid)
+
+    def refused(self, refusal: Refused) -> Reply:
+        """An error in GitHub's shape."""
+        shape: Json = {"message": refusal.message}
+        if refusal.errors:
+            shape["errors"] = list(refusal.errors)
+        shape |= {"documentation_url": _DOCUMENTATION, "status": str(refusal.status)}
+        return json_reply(refusal.status, shape)
+
+    def admit(self, call: Call, needs: str) -> None:
         """Raise 401 without a valid token, 403 when its hour is used up, and what
         `_check_permission` says."""
+        if needs == "app":
+            self._check_app(call.request)
+            return
         if call.token is None:
             given = _credential(call.request)
             anonymous = "Must authenticate to access this API."
@@ -2263,7 +2343,7 @@ class FakeGitHub(FakeServer):
         if used >= self.data.rate_limit and call.request.path != "/rate_limit":
             number = self.data.accounts.user(call.token.login).id
             raise Refused(403, f"API rate limit exceeded for user ID {number}.")
-        if "owner" in call.args:
+        if call.full_name:
             _check_permission(call, call.token, needs)
 
     def _check_app(self, request: Request) -> None:
@@ -2271,7 +2351,7 @@ class FakeGitHub(FakeServer):
             raise Refused(404, "Not Found")
         check_app_jwt(_credential(request), self.data.app, self.clock())
 
-    def _count(self, token: Token | None, reply: Reply) -> Reply:
+    def sent(self, token: Token | None, reply: Reply) -> Reply:
         """Count a request against its token's hour; a 304 is free (as on GitHub)."""
         key = token.value if token else "app"
         free = reply.status == 304
@@ -2290,20 +2370,6 @@ class FakeGitHub(FakeServer):
             reply.headers["X-OAuth-Scopes"] = "repo, workflow"
         return reply
 
-    def control(self, what: str, value: Any) -> object:
-        """How a forge in a container is steered and looked into."""
-        if what == "GET log":
-            return [row._asdict() for row in self.log]
-        if what == "GET state":
-            return {name: _state(repo) for name, repo in self.repos.items()}
-        if what == "POST repos":
-            issues = {int(n): i for n, i in value.pop("issues", {}).items()}
-            return repo_json(self.url, self.create_repo(**value, issues=issues))
-        if what == "POST payload":
-            builder, repo = PAYLOADS[value.pop("event")], self.repos[value.pop("repo")]
-            return builder(repo, **value)
-        raise LookupError(what)
-
 
 def _state(repo: Repo) -> Json:
     return {
@@ -2312,15 +2378,6 @@ def _state(repo: Repo) -> Json:
         "pulls": [asdict(pull) for pull in repo.pulls.values()],
         "comments": [asdict(comment) for comment in repo.comments],
     }
-
-
-def _find_route(method: str, path: str) -> tuple[Route, dict[str, str]]:
-    for row in ROUTES:
-        match = row.path.fullmatch(path)
-        if match and row.method == method:
-            args = match.groupdict()
-            return row, {n: urllib.parse.unquote(v) for n, v in args.items()}
-    raise Refused(404, "Not Found")
 
 
 def _credential(request: Request) -> str:

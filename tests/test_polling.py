@@ -567,34 +567,39 @@ def test_one_stream_that_fails_holds_up_no_other_and_is_said(room: Room) -> None
     assert room.counts() == {"queued": 2}
 
 
-def test_what_fails_half_way_goes_on_from_there(room: Room) -> None:
+def test_an_issue_that_cannot_be_read_makes_its_comment_wait(room: Room) -> None:
     room.poll()
-    other = room.repo.add_issue().number
-    room.repo.add_comment(7, "no phrase", "maintainer")
-    room.repo.add_comment(7, "@pi one", "maintainer")
-    room.clock.pass_(1)
-    room.repo.add_comment(other, "@pi two", "maintainer")
-    room.fake.fail_next("GET", f"/issues/{other}$", status=502)
+    room.repo.add_comment(7, "@pi go", "maintainer")
+    room.fake.fail_next("GET", "/issues/7$", status=502)
     room.poll()
-    assert room.counts() == {"no-trigger-phrase": 1, "queued": 1}
+    assert (room.made(), room.status().pending, room.trouble()) == ([], 1, None)
     room.poll()
-    assert room.counts() == {"no-trigger-phrase": 1, "queued": 2}
+    assert [job.target.title for job in room.jobs()] == ["Crash"]
 
 
-def test_a_store_that_cannot_write_loses_no_event(
+def test_what_fails_half_way_goes_on_from_there(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A disk that is full for a moment loses no event, and none is judged twice."""
     room.poll()
-    room.label()
+    numbers = [room.repo.add_issue().number for _ in range(3)]
+    room.label("question", numbers[0])
+    room.label("pi:fix", numbers[1])
+    room.label("pi:fix", numbers[2])
+    admit, asked = room.store.admit, iter([True, False])
 
-    def full(*_: object) -> None:
+    def full(*given: Any) -> pidispatch.Admission:
+        if next(asked):
+            return admit(*given)
         raise InfraError("disk full")
 
     monkeypatch.setattr(room.store, "admit", full)
     room.poll()
+    assert room.counts() == {"no-allowlisted-label": 1, "queued": 1}
+    assert room.trouble() == "disk full"
     monkeypatch.undo()
     room.poll()
-    assert len(room.jobs()) == 1
+    assert room.counts() == {"no-allowlisted-label": 1, "queued": 2}
 
 
 @pytest.mark.parametrize(

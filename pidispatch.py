@@ -111,7 +111,13 @@ ForgeKind = Literal["github", "gitlab", "forgejo", "azure"]
 
 
 class ForgeRow(msgspec.Struct, frozen=True):
-    """What differs between forges as data; behaviour is in section `forges`."""
+    """What differs between forges as data; behaviour is in section `forges`.
+
+    `label_actions` says what counts as added by the actions that a label rule
+    knows: everything the item carries, what the event says was added, or nothing.
+    `comment_actions` are the words for a newly created comment; None where the
+    parser alone can tell.
+    """
 
     kind: ForgeKind
     prefix: str
@@ -124,6 +130,8 @@ class ForgeRow(msgspec.Struct, frozen=True):
     request_ref: str | None
     cli: str
     secret_variable: str
+    label_actions: Mapping[str | None, Literal["all", "added", "nothing"]]
+    comment_actions: tuple[str | None, ...] | None
 
 
 FORGES: dict[str, ForgeRow] = {
@@ -148,6 +156,9 @@ FORGES: dict[str, ForgeRow] = {
             "refs/pull/{n}/head",
             "gh",
             "WEBHOOK_SECRET",
+            # `opened` is silent, because a `labeled` follows for each label
+            {"labeled": "added", "opened": "nothing", "reopened": "nothing"},
+            ("created",),
         ),
         ForgeRow(
             "gitlab",
@@ -161,6 +172,8 @@ FORGES: dict[str, ForgeRow] = {
             "refs/merge-requests/{n}/head",
             "glab",
             "GITLAB_WEBHOOK_SECRET",
+            {"open": "all", "update": "added", "reopen": "nothing"},
+            ("create", None),  # before 16.11 a note has no action
         ),
         ForgeRow(
             "forgejo",
@@ -174,6 +187,8 @@ FORGES: dict[str, ForgeRow] = {
             "refs/pull/{n}/head",
             "tea",
             "FORGEJO_WEBHOOK_SECRET",
+            {"opened": "all", "label_updated": "added", "reopened": "nothing"},
+            ("created",),
         ),
         ForgeRow(
             "azure",
@@ -187,6 +202,8 @@ FORGES: dict[str, ForgeRow] = {
             None,
             "az",
             "AZURE_WEBHOOK_SECRET",
+            {"created": "all", "updated": "added"},
+            None,
         ),
     )
 }
@@ -2061,24 +2078,6 @@ def _rows_schema(rows: Mapping[str, _Row]) -> dict[str, Any]:
 
 # -- matching an event to a rule ----------------------------------------------
 
-#: What counts as added by the actions that a label rule knows: everything the
-#: item carries, what the event says was added, or nothing. GitHub's `opened`
-#: is silent because a `labeled` follows for each label.
-_LABEL_ACTIONS: dict[str, dict[str | None, Literal["all", "added", "nothing"]]] = {
-    "github": {"labeled": "added", "opened": "nothing", "reopened": "nothing"},
-    "gitlab": {"open": "all", "update": "added", "reopen": "nothing"},
-    "forgejo": {"opened": "all", "label_updated": "added", "reopened": "nothing"},
-    "azure": {"created": "all", "updated": "added"},
-}
-
-#: A newly created comment in the forge's words; Azure has none, its parser
-#: tells new from edited. GitLab before 16.11 sends no action with a note.
-_COMMENT_ACTIONS: dict[str, tuple[str | None, ...]] = {
-    "github": ("created",),
-    "gitlab": ("create", None),
-    "forgejo": ("created",),
-}
-
 #: From far to near: of several rules that did not match, the reason of the one
 #: that came nearest is reported.
 _NEARNESS = (
@@ -2116,9 +2115,9 @@ def _actionable(event: Event) -> bool:
     """Whether some rule type of the forge knows the event's action."""
     row = FORGES[event.forge]
     if event.kind == "label":
-        return event.action in _LABEL_ACTIONS[event.forge]
+        return event.action in row.label_actions
     if event.kind == "comment":
-        known = _COMMENT_ACTIONS.get(event.forge)
+        known = row.comment_actions
         return known is None or event.action in known
     if event.kind == "issue":
         return event.action is not None and event.action == row.close_word
@@ -2154,7 +2153,7 @@ def _judge_labels(rule: Rule, event: Event) -> str | Drop:
     on, fold = rule.on, _label_fold(event.forge)
     if not _holds(on, event):
         return Drop("no-allowlisted-label")
-    mode = _LABEL_ACTIONS[event.forge].get(event.action)
+    mode = FORGES[event.forge].label_actions.get(event.action)
     # What was added is not always told (None): then the whole set counts.
     told = _present(event) if event.added is None else {*map(fold, event.added)}
     counts = _present(event) if mode == "all" else told if mode == "added" else set()
@@ -2175,7 +2174,7 @@ def _judge_request(rule: Rule, event: Event) -> str | Drop:
             return Drop("review-state-not-matched")
         if event.review_state == "commented" and not (event.review or "").strip():
             return Drop("no-review-body")
-    labelling = _LABEL_ACTIONS[event.forge].get(event.action) == "added"
+    labelling = FORGES[event.forge].label_actions.get(event.action) == "added"
     if labelling and on.match == "added" and (on.any or on.all):
         found = _judge_labels(rule, event)
         return _far(event) if found == Drop("no-allowlisted-label") else found

@@ -8182,14 +8182,11 @@ class Poller:
             except Throttled as error:
                 return max(wait, error.wait), error.message
             except Exception as error:  # the loop's edge: others go on
-                trouble = str(error) or type(error).__name__
-                log_event(
-                    "poll-failed",
-                    logging.WARNING,
-                    repo=polled.repo,
-                    stream=stream,
-                    error=trouble,
-                )
+                known = isinstance(error, PidispatchError)
+                trouble = str(error) if known else f"internal error: {error!r}"
+                level = logging.WARNING if known else logging.ERROR
+                said = {"repo": polled.repo, "stream": stream, "error": trouble}
+                log_event("poll-failed", level, **said)
         return wait, trouble
 
     def _name(self, polled: Polled) -> str:

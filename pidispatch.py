@@ -98,6 +98,8 @@ DAY = 86_400.0
 RETENTION_SECONDS = 31 * DAY
 WINDOW_SECONDS = 600.0
 JOB_SECONDS = 1_800
+#: How the ids of polled events begin.
+POLLED = "poll-"
 #: Lists of a forge may show things late and out of order, by so many seconds.
 POLL_OVERLAP = 120.0
 #: What happened while nobody looked for longer than this is not made up for:
@@ -3062,7 +3064,7 @@ class GitHub(ApiForge):
         self, repo: str, name: str, key: str, at: object, sent: _GitHubDelivery
     ) -> Event:
         sent.repository = _GitHubRepository(full_name=repo)
-        event = self._event(name, f"poll-{key}", sent)
+        event = self._event(name, POLLED + key, sent)
         return msgspec.structs.replace(event, when=_time(at))
 
     def complete(self, event: Event) -> Event:
@@ -3651,20 +3653,22 @@ CREATE TABLE poll_cursors (
 ) STRICT;
 """
 
-#: Comments on targets whose deliveries were dropped, one for each hour.
-_SCHEMA_LIMITED = """
+#: Comments on targets whose deliveries were dropped, one for each hour; and windows
+#: that a refused job left, which hold for its own event alone.
+_SCHEMA_2 = """
 CREATE TABLE limited (
     set_id TEXT PRIMARY KEY, kind TEXT NOT NULL, target TEXT NOT NULL, at REAL NOT NULL,
     payload TEXT, tries INTEGER NOT NULL DEFAULT 0, not_before REAL NOT NULL DEFAULT 0
 ) STRICT;
 CREATE INDEX limited_target ON limited (target, at);
+ALTER TABLE windows ADD COLUMN freed INTEGER NOT NULL DEFAULT 0;
 """
 
 #: Names of the migrations this version knows, oldest first; a file that has
 #: another one was written by a newer pidispatch and is left alone.
 _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("001-first", _SCHEMA_1),
-    ("002-limited", _SCHEMA_LIMITED),
+    ("002-limited", _SCHEMA_2),
 )
 
 
@@ -4148,7 +4152,8 @@ class Store(Reader):
         now = self.clock()
 
         def do(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM windows WHERE job_id = ?", (claimed.job.id,))
+            sql = "UPDATE windows SET freed = 1 WHERE job_id = ?"
+            db.execute(sql, (claimed.job.id,))
             _finish(db, claimed, record, notice, now)
 
         self._write(do)
@@ -4407,12 +4412,16 @@ def _known(db: sqlite3.Connection, delivery: Delivery) -> bool:
 def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
     """Whether an admitted event of this key lies within ten minutes of `when`.
 
-    Both ways, because a late poll or redelivery brings an older event's time.
+    Both ways, because a late poll or redelivery brings an older event's time. A
+    window that a refused job freed holds for that very event still: it comes again
+    when a webhook brought it and a poll finds it, or the other way round.
     """
-    sql = """SELECT 1 FROM windows WHERE kind = ? AND key = ?
-             AND opened_at > ? AND opened_at < ?"""
-    span = (when - WINDOW_SECONDS, when + WINDOW_SECONDS)
-    return db.execute(sql, (job.kind, job.dedup, *span)).fetchone() is not None
+    sql = """SELECT 1 FROM windows WHERE kind = ?1 AND key = ?2
+             AND opened_at > ?3 - ?4 AND opened_at < ?3 + ?4 AND (NOT freed OR
+             (abs(opened_at - ?3) <= 2 AND (instr(job_id, ?5) > 0) <> ?6))"""
+    polled = job.trigger.delivery.startswith(POLLED)
+    values = (job.kind, job.dedup, when, WINDOW_SECONDS, f"-{POLLED}", polled)
+    return db.execute(sql, values).fetchone() is not None
 
 
 def _recent(db: sqlite3.Connection, job: Job, now: float) -> int:

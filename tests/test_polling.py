@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import requests
-from conftest import FakeClock
+from conftest import FakeClock, record_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import world as whole_world
@@ -269,6 +269,28 @@ def test_of_deliveries_half_lost_the_other_half_is_found(room: Room, half: int) 
         room.deliver(event, payload)
     room.poll(3600)
     assert tally(room) == ALL
+
+
+@pytest.mark.parametrize("first", ["webhook", "poll"])
+def test_a_refused_event_is_refused_once_and_a_new_one_is_taken(
+    room: Room, first: str
+) -> None:
+    """A refusal frees the window for the next event, not for the same one again."""
+    room.poll()
+    payload = room.label("pi:urgent")
+    for way in (first, {"poll": "webhook", "webhook": "poll"}[first]):
+        if way == "poll":
+            room.poll(3600)
+        else:
+            room.deliver("issues", payload)
+        while claimed := room.store.claim():
+            record = record_of(claimed, outcome="policy", reason="job-image-missing")
+            room.store.refuse(claimed, record, None)
+    assert len(room.jobs()) == 2
+    assert room.counts() == {"queued": 1, "coalesced": 1}
+    room.label("pi:urgent")
+    room.poll()
+    assert room.counts() == {"queued": 2, "coalesced": 1}
 
 
 def test_a_restart_goes_on_where_it_was(room: Room) -> None:

@@ -4868,6 +4868,33 @@ class Reader:
         answer: str = self._rows("PRAGMA quick_check(1)")[0][0]
         return answer
 
+    def backup(self, target: Path) -> None:
+        """Copy the database to a new private file while others go on using it.
+
+        Raises `ConfigError` when the file is there or cannot be written.
+        """
+        import sqlite3
+
+        part = target.with_name(f"{target.name}.{random_hex(4)}.part")
+        try:
+            for path in (target, part):  # the one holds the name, the other fills up
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            try:
+                with contextlib.closing(sqlite3.connect(part)) as copy:
+                    self._read.backup(copy)
+                    fault = copy.execute("PRAGMA quick_check(1)").fetchone()[0]
+                    copy.execute("PRAGMA journal_mode = DELETE")
+                if fault != "ok":
+                    raise InfraError(f"the copy is damaged: {fault}", "try again")
+                part.replace(target)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                target.unlink(missing_ok=True)
+                raise
+        except (OSError, sqlite3.Error) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{target}: {why}", "name a new file") from error
+
     def runs(self, limit: int, before: str | None = None) -> list[RunRow]:
         """Jobs, newest first, open ones included; older than the job `before`."""
         sql = f"""{_RUNS} WHERE jobs.seq < coalesce(
@@ -11008,6 +11035,86 @@ def output_schema(command: str) -> dict[str, Any]:
     }
 
 
+# -- a service manager's unit -------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """A service manager's file: where it belongs, what it says, what starts it."""
+
+    path: Path
+    text: str
+    start: str
+
+
+def systemd_unit(program: Sequence[str], folder: Path) -> Unit:
+    """A user unit for systemd, started in `folder`, where .env and the rules are."""
+    text = render(
+        "pidispatch.service.j2",
+        command=" ".join(map(_unit_word, program)),
+        folder=str(folder).replace("%", "%%"),
+    )
+    path = Path.home() / ".config/systemd/user/pidispatch.service"
+    return Unit(path, text, "systemctl --user enable --now pidispatch")
+
+
+def _unit_word(word: str) -> str:
+    """One argument as systemd reads it: quoted, and free of its expansions."""
+    for special, plain in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+        word = word.replace(special, plain)
+    return f'"{word}"'
+
+
+#: launchd knows only success and failure: a wrong configuration ends as success.
+_LAUNCHD_SHELL = """\
+"$@" & pid=$!
+trap 'kill -TERM "$pid"' TERM
+wait "$pid"; code=$?
+trap - TERM
+[ "$code" -lt 128 ] || { wait "$pid"; code=$?; }
+[ "$code" -ne 2 ] || exit 0
+exit "$code"
+"""
+
+
+def launchd_agent(program: Sequence[str], folder: Path) -> Unit:
+    """A user agent for launchd."""
+    import plistlib
+
+    label = "dev.pi-dispatch.serve"
+    logs = str(Path.home() / "Library/Logs/pidispatch.log")
+    content = {
+        "Label": label,
+        "ProgramArguments": ["/bin/sh", "-c", _LAUNCHD_SHELL, "sh", *program],
+        "WorkingDirectory": str(folder),
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 5,
+        "ExitTimeOut": 75,
+        "StandardErrorPath": logs,
+    }
+    path = Path.home() / f"Library/LaunchAgents/{label}.plist"
+    start = f"launchctl bootstrap gui/$(id -u) {path}"
+    return Unit(path, plistlib.dumps(content).decode(), start)
+
+
+UNITS: Mapping[str, Callable[[Sequence[str], Path], Unit]] = {
+    "systemd": systemd_unit,
+    "launchd": launchd_agent,
+}
+
+
+def serve_command() -> list[str]:
+    """How this very program is started again, by absolute paths."""
+    import shutil
+
+    own = shutil.which(sys.argv[0])
+    if getattr(sys, "frozen", False):
+        return [sys.executable, "serve"]
+    if own and not own.endswith(".py"):
+        return [str(Path(own).absolute()), "serve"]
+    return [sys.executable, str(Path(__file__).absolute()), "serve"]
+
+
 # -- the image ----------------------------------------------------------------
 
 
@@ -11549,6 +11656,18 @@ def emit(value: Any, text: Callable[[], str], as_json: bool) -> None:
 
 
 _path_type = click.Path(path_type=Path)
+
+
+def _complete_jobs(_: click.Context, __: Any, begun: str) -> list[str]:
+    """Ids of the newest jobs for a shell that asks; nothing is better than noise."""
+    try:
+        rows = Reader(settings_of().db).runs(50)
+    except PidispatchError:
+        return []
+    return [row.id for row in rows if row.id.startswith(begun)]
+
+
+job_argument = click.argument("job", shell_complete=_complete_jobs)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 db_option = click.option("--db", type=_path_type, help="The queue's file (PI_DB).")
 file_argument = click.argument("file", type=_path_type, required=False)
@@ -11794,7 +11913,7 @@ def runs(db: Path | None, limit: int, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @db_option
 @json_option
 def show(job: str, db: Path | None, as_json: bool) -> None:
@@ -11804,7 +11923,7 @@ def show(job: str, db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @click.option(
     "--diff",
     "diffs",
@@ -11823,7 +11942,7 @@ def compare(job: str, diffs: str, db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @db_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 def logs(job: str, db: Path | None, follow: bool) -> None:
@@ -11882,7 +12001,7 @@ _CANCELLED = {
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @db_option
 def cancel(job: str, db: Path | None) -> None:
     """End one job; its siblings go on."""
@@ -11891,13 +12010,47 @@ def cancel(job: str, db: Path | None) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @click.option("--to", "branch", help="Push to this new branch instead.")
 @db_option
 def publish(job: str, branch: str | None, db: Path | None) -> None:
     """Publish a kept result again."""
     settings = settings_of(db)
     click.echo(plain_text(publish_by_hand(settings, Outside(settings.db), job, branch)))
+
+
+@main.command()
+@click.argument("file", type=_path_type)
+@db_option
+def backup(file: Path, db: Path | None) -> None:
+    """Copy the queue to a new file, also while it is in use."""
+    Reader(settings_of(db).db).backup(file)
+    click.echo(f"copied to {plain_text(file)}")
+
+
+@main.command()
+@click.option(
+    "--for",
+    "manager",
+    type=click.Choice(tuple(UNITS)),
+    default="launchd" if sys.platform == "darwin" else "systemd",
+    show_default=True,
+    help="Which service manager.",
+)
+@click.option("--install", is_flag=True, help="Write it to its place; never over one.")
+def service(manager: str, install: bool) -> None:
+    """Print a unit that runs `serve` in this folder. Exit code 2 does not restart."""
+    unit = UNITS[manager](serve_command(), Path.cwd())
+    if not install:
+        click.echo(unit.text, nl=False)
+        return
+    try:
+        unit.path.parent.mkdir(parents=True, exist_ok=True)
+        done = _create(unit.path, unit.text, 0o600)
+    except OSError as error:
+        why = f"{unit.path}: {error.strerror}"
+        raise ConfigError(why, "print it without --install") from error
+    click.echo(f"{done} {plain_text(unit.path)}\nnext: {unit.start}")
 
 
 @main.command("doctor")

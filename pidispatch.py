@@ -19,7 +19,7 @@ The map, bottom-up; a section uses only what stands above it:
     box          Docker: network, gate, container, wait, stop, reap
     publish      host-side git: mirrors, packs, bundles, pushes, requests
     dispatch     the ladder before spending; one job from claim to record
-    intake       the HTTP edge, the inbox, the watchers of rules and limits
+    intake       the HTTP edge, the inbox, the poller, the watchers of files
     surfaces     tables, run detail, doctor
     cli          click commands: parsing and calling, nothing else
 """
@@ -101,6 +101,13 @@ DAY = 86_400.0
 RETENTION_SECONDS = 31 * DAY
 WINDOW_SECONDS = 600.0
 JOB_SECONDS = 1_800
+#: How the ids of polled events begin.
+POLLED = "poll-"
+#: Lists of a forge may show things late and out of order, by so many seconds.
+POLL_OVERLAP = 120.0
+#: What happened while nobody looked for longer than this is not made up for:
+#: as long as GitHub keeps the deliveries of a webhook.
+POLL_GAP = 3 * DAY
 MAX_BODY_BYTES = 25 * 1024 * 1024
 MAX_NUMBER = 2**53
 
@@ -109,7 +116,13 @@ ForgeKind = Literal["github", "gitlab", "forgejo", "azure"]
 
 
 class ForgeRow(msgspec.Struct, frozen=True):
-    """What differs between forges as data; behaviour is in section `forges`."""
+    """What differs between forges as data; behaviour is in section `forges`.
+
+    `label_actions` says what counts as added by the actions that a label rule
+    knows: everything the item carries, what the event says was added, or nothing.
+    `comment_actions` are the words for a newly created comment; None where the
+    parser alone can tell.
+    """
 
     kind: ForgeKind
     prefix: str
@@ -122,6 +135,8 @@ class ForgeRow(msgspec.Struct, frozen=True):
     request_ref: str | None
     cli: str
     secret_variable: str
+    label_actions: Mapping[str | None, Literal["all", "added", "nothing"]]
+    comment_actions: tuple[str | None, ...] | None
 
 
 FORGES: dict[str, ForgeRow] = {
@@ -146,6 +161,9 @@ FORGES: dict[str, ForgeRow] = {
             "refs/pull/{n}/head",
             "gh",
             "WEBHOOK_SECRET",
+            # `opened` is silent, because a `labeled` follows for each label
+            {"labeled": "added", "opened": "nothing", "reopened": "nothing"},
+            ("created",),
         ),
         ForgeRow(
             "gitlab",
@@ -159,6 +177,8 @@ FORGES: dict[str, ForgeRow] = {
             "refs/merge-requests/{n}/head",
             "glab",
             "GITLAB_WEBHOOK_SECRET",
+            {"open": "all", "update": "added", "reopen": "nothing"},
+            ("create", None),  # before 16.11 a note has no action
         ),
         ForgeRow(
             "forgejo",
@@ -172,6 +192,8 @@ FORGES: dict[str, ForgeRow] = {
             "refs/pull/{n}/head",
             "tea",
             "FORGEJO_WEBHOOK_SECRET",
+            {"opened": "all", "label_updated": "added", "reopened": "nothing"},
+            ("created",),
         ),
         ForgeRow(
             "azure",
@@ -185,6 +207,8 @@ FORGES: dict[str, ForgeRow] = {
             None,
             "az",
             "AZURE_WEBHOOK_SECRET",
+            {"created": "all", "updated": "added"},
+            None,
         ),
     )
 }
@@ -494,6 +518,14 @@ def _words(text: str) -> tuple[str, ...]:
     return words
 
 
+def _repos(text: str) -> tuple[str, ...]:
+    repos = tuple(dict.fromkeys(_words(text)))
+    for repo in repos:
+        if not re.fullmatch(r"([a-z]+:)?[^\s/:]+(/[^\s/:]+)+", repo):
+            raise ValueError(f"must be owner/name, comma separated; not {repo}")
+    return repos
+
+
 def _secrets(text: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in text.split(",") if part.strip())
     if not parts:
@@ -695,6 +727,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _integer(0),
         6,
         "Deliveries an hour for one target; 0 is off.",
+    )
+    poll_repos: tuple[str, ...] = _setting(
+        "POLL_REPOS", _repos, (), "Repositories to poll, owner/name, comma separated."
+    )
+    poll_interval: int = _setting(
+        "POLL_INTERVAL_SECONDS",
+        _integer(30, 86_400),
+        60,
+        "Seconds between two looks at a repository; GitHub may ask for more.",
     )
     publish: str = _setting(
         "PI_PUBLISH",
@@ -2189,24 +2230,6 @@ def _rows_schema(rows: Mapping[str, _Row]) -> dict[str, Any]:
 
 # -- matching an event to a rule ----------------------------------------------
 
-#: What counts as added by the actions that a label rule knows: everything the
-#: item carries, what the event says was added, or nothing. GitHub's `opened`
-#: is silent because a `labeled` follows for each label.
-_LABEL_ACTIONS: dict[str, dict[str | None, Literal["all", "added", "nothing"]]] = {
-    "github": {"labeled": "added", "opened": "nothing", "reopened": "nothing"},
-    "gitlab": {"open": "all", "update": "added", "reopen": "nothing"},
-    "forgejo": {"opened": "all", "label_updated": "added", "reopened": "nothing"},
-    "azure": {"created": "all", "updated": "added"},
-}
-
-#: A newly created comment in the forge's words; Azure has none, its parser
-#: tells new from edited. GitLab before 16.11 sends no action with a note.
-_COMMENT_ACTIONS: dict[str, tuple[str | None, ...]] = {
-    "github": ("created",),
-    "gitlab": ("create", None),
-    "forgejo": ("created",),
-}
-
 #: From far to near: of several rules that did not match, the reason of the one
 #: that came nearest is reported.
 _NEARNESS = (
@@ -2242,7 +2265,7 @@ def match_event(rules: Sequence[Rule], event: Event) -> Match | Drop:
 
 def wants_added(event: Event) -> bool:
     """Whether the labels that the event added decide, and are not known."""
-    mode = _LABEL_ACTIONS[event.forge].get(event.action)
+    mode = FORGES[event.forge].label_actions.get(event.action)
     return event.added is None and mode == "added"
 
 
@@ -2250,9 +2273,9 @@ def _actionable(event: Event) -> bool:
     """Whether some rule type of the forge knows the event's action."""
     row = FORGES[event.forge]
     if event.kind == "label":
-        return event.action in _LABEL_ACTIONS[event.forge]
+        return event.action in row.label_actions
     if event.kind == "comment":
-        known = _COMMENT_ACTIONS.get(event.forge)
+        known = row.comment_actions
         return known is None or event.action in known
     if event.kind == "issue":
         return event.action is not None and event.action == row.close_word
@@ -2288,7 +2311,7 @@ def _judge_labels(rule: Rule, event: Event) -> str | Drop:
     on, fold = rule.on, _label_fold(event.forge)
     if not _holds(on, event):
         return Drop("no-allowlisted-label")
-    mode = _LABEL_ACTIONS[event.forge].get(event.action)
+    mode = FORGES[event.forge].label_actions.get(event.action)
     # What was added is not always told (None): then the whole set counts.
     told = _present(event) if event.added is None else {*map(fold, event.added)}
     counts = _present(event) if mode == "all" else told if mode == "added" else set()
@@ -2309,7 +2332,7 @@ def _judge_request(rule: Rule, event: Event) -> str | Drop:
             return Drop("review-state-not-matched")
         if event.review_state == "commented" and not (event.review or "").strip():
             return Drop("no-review-body")
-    labelling = _LABEL_ACTIONS[event.forge].get(event.action) == "added"
+    labelling = FORGES[event.forge].label_actions.get(event.action) == "added"
     if labelling and on.match == "added" and (on.any or on.all):
         found = _judge_labels(rule, event)
         return _far(event) if found == Drop("no-allowlisted-label") else found
@@ -2801,6 +2824,28 @@ class Request(msgspec.Struct, frozen=True):
     title: str = ""
 
 
+class News(msgspec.Struct, frozen=True):
+    """What one look at a stream brought; without events also when it is unchanged.
+
+    Each event has its own time, and a delivery id that stays the same for ever.
+    `newest` is how far the list went, `etag` the list's, and `wait` the seconds
+    that the forge wants to be left alone.
+    """
+
+    events: tuple[Event, ...] = ()
+    newest: float | None = None
+    etag: str | None = None
+    wait: float = 0.0
+
+
+class Throttled(InfraError):
+    """The forge answers no more for `wait` seconds."""
+
+    def __init__(self, message: str, wait: float) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
 class Forge(Protocol):
     """What the rest of pidispatch asks of a forge.
 
@@ -2813,6 +2858,14 @@ class Forge(Protocol):
     """
 
     kind: ForgeKind
+    #: The streams of events that can be polled; of most forges there are none.
+    streams: ClassVar[tuple[str, ...]] = ()
+    #: Where its deliveries are taken beside `/<kind>`.
+    aliases: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def hooked(self) -> bool:
+        """Whether it may deliver webhooks here: it has a secret."""
 
     def verify(self, headers: Mapping[str, str], body: bytes) -> None: ...
 
@@ -2827,6 +2880,14 @@ class Forge(Protocol):
     def ask(self, event: Event) -> bool: ...
 
     def own_id(self) -> str | None: ...
+
+    def repository(self, name: str) -> str:
+        """The repository's name as deliveries spell it."""
+
+    def poll(
+        self, repo: str, stream: str, since: float | None, etag: str | None
+    ) -> News:
+        """What happened since then; None: since just before the newest that did."""
 
     def credential(self, repo: str) -> Credential: ...
 
@@ -2884,6 +2945,12 @@ def _time(value: object) -> float | None:
         return moment.timestamp() if moment.tzinfo and moment.year > 1970 else None
     except (ValueError, OverflowError):
         return None
+
+
+def _seconds(text: str | None, otherwise: float = 0.0) -> float:
+    """A header's whole number; anything else tells nothing."""
+    told = text is not None and re.fullmatch("[0-9]{1,12}", text)
+    return float(told[0]) if told else otherwise
 
 
 _SEGMENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,100}")
@@ -2960,6 +3027,8 @@ class ApiForge(Forge):
     api_headers: ClassVar[Mapping[str, str]] = {}
     #: Which trigger type a served action may fire, by event.
     served: ClassVar[Mapping[str, Mapping[str, str]]]
+    #: Why a forge without streams has none.
+    unpolled: ClassVar[str] = "what happens there is known from its webhooks alone"
 
     def __init__(
         self, settings: Settings, session: requests.Session, clock: Clock = time.time
@@ -2973,6 +3042,10 @@ class ApiForge(Forge):
     def secrets(cls, settings: Settings) -> tuple[str, ...]:
         """The webhook's secrets; a forge without any is not served."""
         return cast(tuple[str, ...], getattr(settings, cls.secret_field))
+
+    @property
+    def hooked(self) -> bool:
+        return bool(self.secrets(self.settings))
 
     @classmethod
     def trial_settings(cls, secret: str | None) -> dict[str, Any]:
@@ -2995,6 +3068,15 @@ class ApiForge(Forge):
     def complete(self, event: Event) -> Event:
         """Nothing to ask: all of this forge's events are complete."""
         return event
+
+    def repository(self, name: str) -> str:
+        """Only of a forge with `streams`, and so is `poll`."""
+        raise NotImplementedError
+
+    def poll(
+        self, repo: str, stream: str, since: float | None, etag: str | None
+    ) -> News:
+        raise NotImplementedError
 
     def own_id(self) -> str | None:
         if self._own is None:
@@ -3025,15 +3107,30 @@ class ApiForge(Forge):
         Never redirected: a token must not follow a Location. Raises InfraError
         (network, 5xx, rate limit, an odd body) or Rejected.
         """
+        response = self._request(what, method, path, token, params, body)
+        return self._read(what, answer, response)
+
+    def _request(
+        self,
+        what: str,
+        method: str,
+        path: str,
+        token: str | None,
+        params: Mapping[str, str | int],
+        body: object = None,
+        etag: str | None = None,
+    ) -> requests.Response:
+        """The bare answer; with an `etag` it may be 304, unchanged since then."""
         import requests
 
+        unchanged = {"If-None-Match": etag} if etag else {}
         try:
-            response = self.session.request(
+            return self.session.request(
                 method,
                 self.api + path,
-                params=params,
+                params=dict(params),
                 json=body,
-                headers=self.api_headers,
+                headers={**self.api_headers, **unchanged},
                 auth=_bearer(token),
                 timeout=API_TIMEOUT,
                 allow_redirects=False,
@@ -3041,7 +3138,6 @@ class ApiForge(Forge):
         except requests.RequestException as error:
             kind = type(error).__name__
             raise InfraError(f"{self.kind}: cannot {what}: {kind}") from error
-        return self._read(what, answer, response)
 
     def _read(self, what: str, answer: type[T], response: requests.Response) -> T:
         status = response.status_code
@@ -3090,8 +3186,15 @@ _LabelRows = (
 )
 
 
+class _GitHubRepository(msgspec.Struct):
+    id: Any = None
+    full_name: Any = None
+
+
 class _GitHubHead(msgspec.Struct):
     sha: Any = None
+    ref: Any = None
+    repo: _GitHubRepository | _Odd = None
 
 
 class _GitHubItem(msgspec.Struct):
@@ -3110,9 +3213,21 @@ class _GitHubItem(msgspec.Struct):
     head: _GitHubHead | _Odd = None
 
 
-class _GitHubRepository(msgspec.Struct):
-    id: Any = None
-    full_name: Any = None
+class _GitHubRow(_GitHubItem):
+    """A row of what is polled: any of an issue's events, a comment, a pull
+    request, a review, or a push."""
+
+    event: Any = None
+    actor: _GitHubUser | _Odd = None
+    label: _GitHubLabel | _Odd = None
+    issue: _GitHubItem | _Odd = None
+    issue_url: Any = None
+    html_url: Any = None
+    activity_type: Any = None
+    after: Any = None
+    created_at: Any = None
+    submitted_at: Any = None
+    timestamp: Any = None
 
 
 class _GitHubDelivery(msgspec.Struct):
@@ -3301,6 +3416,12 @@ class GitHub(PullForge):
     }
     #: Author associations whose word starts work.
     steers = ("OWNER", "MEMBER", "COLLABORATOR")
+    streams = ("events", "comments", "pulls")
+    aliases = ("/",)
+    #: The most pages that one look at a list reads.
+    poll_pages = 50
+    #: The share of the hour's requests that polling leaves to the jobs.
+    reserve = 0.1
 
     def __init__(
         self, settings: Settings, session: requests.Session, clock: Clock = time.time
@@ -3383,6 +3504,212 @@ class GitHub(PullForge):
         request = not sent.issue or item.pull_request is not None
         kind: TargetType = "pull_request" if request else "issue"
         return Target(kind, number, _str(item.title), _str(item.body))
+
+    # --- polling: rows of the API as the deliveries they would have been
+
+    def repository(self, name: str) -> str:
+        what, path, token = "read the repository", f"/repos/{name}", self._token(name)
+        found = self._call(what, _GitHubRepository, "GET", path, token)
+        repo = _owner_and_name(found.full_name)
+        if repo is None or repo.lower() != name.lower():
+            raise InfraError(f"github: cannot {what} {name}: it has another name")
+        return repo
+
+    def poll(
+        self, repo: str, stream: str, since: float | None, etag: str | None
+    ) -> News:
+        look = {
+            "events": self._poll_events,
+            "comments": self._poll_comments,
+            "pulls": self._poll_pulls,
+        }
+        return look[stream](repo, since, etag)
+
+    def _poll_events(self, repo: str, since: float | None, etag: str | None) -> News:
+        """Labels, closes, reopenings, of issues and of pull requests alike."""
+        path = f"/repos/{repo}/issues/events"
+        rows, news = self._recent(repo, path, "created_at", since, etag, {})
+        found = [self._happened(repo, row) for row in rows]
+        return msgspec.structs.replace(news, events=tuple(filter(None, found)))
+
+    def _happened(self, repo: str, row: _GitHubRow) -> Event | None:
+        """A label that has been taken off since then is not added any more."""
+        item, action = _shaped(_GitHubItem, row.issue), _str(row.event)
+        pull = item.pull_request is not None
+        name = "pull_request" if pull else "issues"
+        if action not in self.served[name]:
+            return None
+        sent = _GitHubDelivery(
+            action=action,
+            issue=None if pull else item,
+            pull_request=item if pull else None,
+            label=row.label,
+            sender=row.actor,
+        )
+        event = self._polled(repo, name, f"e{_id(row.id)}", row.created_at, sent)
+        present = item.labels if isinstance(item.labels, list) else []
+        held = _label_names(*present)
+        added = tuple(name for name in event.added or () if name in held)
+        return msgspec.structs.replace(event, labels=held, added=added)
+
+    def _poll_comments(self, repo: str, since: float | None, etag: str | None) -> News:
+        """New comments; one that was edited before it was seen is not new."""
+        path = f"/repos/{repo}/issues/comments"
+        order = {"sort": "created", "direction": "desc"}
+        if since is not None:
+            when = time.gmtime(max(since, 0.0))
+            order["since"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", when)
+        rows, news = self._recent(repo, path, "created_at", since, etag, order)
+        events = tuple(self._said(repo, row) for row in rows)
+        return msgspec.structs.replace(news, events=events)
+
+    def _said(self, repo: str, row: _GitHubRow) -> Event:
+        number = _str(row.issue_url).rpartition("/")[2]
+        on_pull = "/pull/" in _str(row.html_url)
+        item = _GitHubItem(
+            number=int(number) if re.fullmatch("[0-9]{1,16}", number) else None,
+            pull_request=True if on_pull else None,
+        )
+        edited = (_time(row.updated_at) or 0.0) - (_time(row.created_at) or 0.0) > 2
+        action = "edited" if edited else "created"
+        sent = _GitHubDelivery(action=action, issue=item, comment=row, sender=row.user)
+        named = ("issue_comment", f"c{_id(row.id)}", row.created_at, sent)
+        return msgspec.structs.replace(self._polled(repo, *named), incomplete=True)
+
+    def _poll_pulls(self, repo: str, since: float | None, etag: str | None) -> News:
+        """New pull requests; and of those that changed, reviews and the last push."""
+        path = f"/repos/{repo}/pulls"
+        order = {"state": "all", "sort": "updated", "direction": "desc"}
+        rows, news = self._recent(repo, path, "updated_at", since, etag, order)
+        events: list[Event] = []
+        for row in rows:
+            opened = _GitHubDelivery(action="opened", pull_request=row, sender=row.user)
+            named = ("pull_request", f"p{_id(row.id)}", row.created_at, opened)
+            events.append(self._polled(repo, *named))
+            events += self._reviews(repo, row)
+            events += self._pushes(repo, row)
+        seen = tuple(event for event in events if event.when is not None)
+        return msgspec.structs.replace(news, events=seen)
+
+    def _reviews(self, repo: str, pull: _GitHubRow) -> Iterator[Event]:
+        path = f"/repos/{repo}/pulls/{_number(pull.number)}/reviews"
+        rows = self._pages(
+            "read the reviews", list[_GitHubRow | _Odd], path, self._token(repo)
+        )
+        most = self.poll_pages * PAGE_SIZE
+        for row in map(
+            functools.partial(_shaped, _GitHubRow), itertools.islice(rows, most)
+        ):
+            sent = _GitHubDelivery(
+                action="submitted", pull_request=pull, review=row, sender=row.user
+            )
+            named = ("pull_request_review", f"v{_id(row.id)}", row.submitted_at, sent)
+            yield self._polled(repo, *named)
+
+    def _pushes(self, repo: str, pull: _GitHubRow) -> Iterator[Event]:
+        """The last push to its branch and who made it, as the activity of the
+        repository it came from tells; nothing when that may not be read."""
+        head = _shaped(_GitHubHead, pull.head)
+        home = _owner_and_name(_shaped(_GitHubRepository, head.repo).full_name)
+        if home is None or not _str(head.ref) or pull.state != "open":
+            return
+        what, path = "read the pushes", f"/repos/{home}/activity"
+        branch, token = f"refs/heads/{_str(head.ref)}", self._token(repo)
+        try:
+            rows = self._call(
+                what, list[_GitHubRow | _Odd], "GET", path, token, ref=branch
+            )
+        except Rejected:
+            return
+        for row in (_shaped(_GitHubRow, row) for row in rows):
+            if row.activity_type in ("push", "force_push"):
+                pushed = msgspec.structs.replace(pull, head=_GitHubHead(row.after))
+                sent = _GitHubDelivery(
+                    action="synchronize", pull_request=pushed, sender=row.actor
+                )
+                named = ("pull_request", f"s{_id(row.id)}", row.timestamp, sent)
+                yield self._polled(repo, *named)
+                return
+
+    def _polled(
+        self, repo: str, name: str, key: str, at: object, sent: _GitHubDelivery
+    ) -> Event:
+        sent.repository = _GitHubRepository(full_name=repo)
+        event = self._event(name, POLLED + key, sent)
+        return msgspec.structs.replace(event, when=_time(at))
+
+    def complete(self, event: Event) -> Event:
+        """A polled comment does not show its issue, which may be gone by now."""
+        assert event.repo and event.target
+        path = f"/repos/{event.repo}/issues/{event.target.number}"
+        token, item = self._token(event.repo), _GitHubItem()
+        try:
+            item = self._call("read the issue", _GitHubItem, "GET", path, token)
+        except Rejected as error:
+            if error.status not in (404, 410):
+                raise
+        found = self._target(_GitHubDelivery(issue=item), item)
+        known = found is not None and found.number == event.target.number
+        fault = None if known else "missing-number"
+        return msgspec.structs.replace(
+            event, target=found, fault=fault, incomplete=False
+        )
+
+    def _recent(
+        self,
+        repo: str,
+        path: str,
+        by: str,
+        since: float | None,
+        etag: str | None,
+        order: Mapping[str, str],
+    ) -> tuple[list[_GitHubRow], News]:
+        """The rows of a list, newest first, back to `since`; rows without a time
+        are none. The first page tells whether anything changed."""
+        rows: list[_GitHubRow] = []
+        newest, tag, wait, token = None, None, 0.0, self._token(repo)
+        for page in range(1, self.poll_pages + 1):
+            place: dict[str, str | int] = {"per_page": PAGE_SIZE, "page": page, **order}
+            known = etag if page == 1 else None
+            answer = self._request("poll", "GET", path, token, place, etag=known)
+            wait = max(wait, self._asked(answer))
+            if answer.status_code == 304:
+                return [], News(etag=etag, wait=wait)
+            if self._limited(answer):
+                raise Throttled(f"github: {path}: rate limit", max(wait, 60.0))
+            found = self._read("poll", list[_GitHubRow | _Odd], answer)
+            timed = [
+                (at, row)
+                for row in found
+                if isinstance(row, _GitHubRow)
+                and (at := _time(getattr(row, by))) is not None
+            ]
+            if page == 1:
+                tag = answer.headers.get("ETag")
+                newest = max((at for at, _ in timed), default=None)
+            if since is None and newest is not None:
+                since = min(newest, self.clock()) - POLL_OVERLAP
+            rows += [row for at, row in timed if at >= (since or 0.0)]
+            if len(found) < PAGE_SIZE or any(at < (since or 0.0) for at, _ in timed):
+                break
+        else:
+            log_event("poll-cut-short", logging.WARNING, repo=repo, rows=len(rows))
+        return rows, News(newest=newest, etag=tag, wait=wait)
+
+    def _asked(self, answer: requests.Response) -> float:
+        """Seconds it asks us to wait, an hour at most (docs: "Best practices for
+        using the REST API", "Rate limits for the REST API")."""
+        given = answer.headers
+        asked = [
+            _seconds(given.get(name)) for name in ("retry-after", "x-poll-interval")
+        ]
+        left, limit, reset = (
+            _seconds(given.get(f"x-ratelimit-{name}"), -1.0)
+            for name in ("remaining", "limit", "reset")
+        )
+        if 0 <= left <= limit * self.reserve:
+            asked.append(reset - self.clock())
+        return min(max(asked), 3600.0)
 
     # --- who asked
 
@@ -4374,7 +4701,7 @@ class GitLab(ApiForge):
         for row in rows:
             home = row.source_project_id == row.target_project_id
             if row.source_branch == head and home and row.target_project_id:
-                return self._request(row)
+                return self._as_request(row)
         return None
 
     def open_request(
@@ -4390,10 +4717,10 @@ class GitLab(ApiForge):
             if found is None:
                 raise
             return found
-        return self._request(row)
+        return self._as_request(row)
 
     @staticmethod
-    def _request(row: _GitLabRequest) -> Request:
+    def _as_request(row: _GitLabRequest) -> Request:
         """Without the title's draft prefix: that is a state, and not ours to end."""
         return Request(row.iid, row.web_url, _DRAFT.sub("", row.title, count=1))
 
@@ -4417,19 +4744,50 @@ _FORGE_CLASSES: dict[str, type[ApiForge]] = {
 }
 
 
+class Polled(NamedTuple):
+    """A repository that is asked what happened."""
+
+    kind: str
+    repo: str
+
+
+def polled_of(settings: Settings) -> tuple[Polled, ...]:
+    """The repositories of POLL_REPOS; `kind:` may stand before one. Raises Faults."""
+    able = [kind for kind, forge in _FORGE_CLASSES.items() if forge.streams]
+    found, faults = [], []
+    for name in settings.poll_repos:
+        prefix, _, repo = name.rpartition(":")
+        kind = prefix or able[0]
+        forge = _FORGE_CLASSES.get(kind)
+        if forge is None or not forge.streams:
+            why = forge.unpolled if forge else ApiForge.unpolled
+            faults.append(f"{name}: {kind} cannot be polled: {why}")
+        elif _owner_and_name(repo) is None:
+            faults.append(f"{name}: {json.dumps(repo)} is not owner/name")
+        found.append(Polled(kind, repo))
+    if faults:
+        fix = f"name repositories of {', '.join(able)}, each as owner/name"
+        raise Faults("POLL_REPOS", faults, fix)
+    return tuple(found)
+
+
 def forges_of(
     settings: Settings,
     session: requests.Session | None = None,
     clock: Clock = time.time,
 ) -> dict[str, Forge]:
-    """The served forges: those with a webhook secret. Unset never means no check."""
+    """The served forges: those with a webhook secret, or a repository to poll.
+
+    An unset secret never means no check: without one no delivery is taken.
+    """
     import requests
 
     session = session or requests.Session()
+    polled = {repo.kind for repo in polled_of(settings)}
     return {
         kind: forge(settings, session, clock)
         for kind, forge in _FORGE_CLASSES.items()
-        if forge.secrets(settings)
+        if forge.secrets(settings) or kind in polled
     }
 
 
@@ -4508,6 +4866,15 @@ class Admission(NamedTuple):
 
     status: Literal["queued", "duplicate", "coalesced", "rate-limited"]
     jobs: tuple[str, ...] = ()
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """How far a polled stream is known. `seen` are ids of what happened since just
+    before `at`, with their times; `asked` is when it was last looked at. Seconds."""
+
+    at: float
+    seen: dict[str, float]
+    asked: float
 
 
 class Cap(msgspec.Struct, frozen=True, kw_only=True):
@@ -4766,9 +5133,20 @@ CREATE TABLE poll_cursors (
 ) STRICT;
 """
 
+#: Comments on targets whose deliveries were dropped, one for each hour; and windows
+#: that a refused job left, which hold for its own event alone.
+_SCHEMA_LIMITED = """
+CREATE TABLE limited (
+    set_id TEXT PRIMARY KEY, kind TEXT NOT NULL, target TEXT NOT NULL, at REAL NOT NULL,
+    payload TEXT, tries INTEGER NOT NULL DEFAULT 0, not_before REAL NOT NULL DEFAULT 0
+) STRICT;
+CREATE INDEX limited_target ON limited (target, at);
+ALTER TABLE windows ADD COLUMN freed INTEGER NOT NULL DEFAULT 0;
+"""
+
 #: Where a job works (`Job.place`), for the scopes of limits.json: `ledger.scope`
 #: was there and empty, a queued job needs it to be held back.
-_SCHEMA_2 = """
+_SCHEMA_CAPS = """
 ALTER TABLE jobs ADD COLUMN scope TEXT;
 UPDATE jobs SET scope = json_extract(payload, '$.kind') || ':'
     || lower(json_extract(payload, '$.repo'));
@@ -4779,7 +5157,8 @@ UPDATE ledger SET scope = (SELECT scope FROM jobs WHERE jobs.id = ledger.job_id)
 #: another one was written by a newer pidispatch and is left alone.
 _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("001-first", _SCHEMA_1),
-    ("002-caps", _SCHEMA_2),
+    ("002-caps", _SCHEMA_CAPS),
+    ("002-limited", _SCHEMA_LIMITED),
 )
 
 
@@ -4854,6 +5233,14 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     request: Request | None
 
 
+class PollState(msgspec.Struct, frozen=True):
+    """A polled repository: when it was last asked, and what went wrong then."""
+
+    repo: str
+    at: float
+    trouble: str | None
+
+
 class Hold(msgspec.Struct, frozen=True):
     """A scope in which nothing starts now, and the jobs that wait for it.
 
@@ -4885,6 +5272,7 @@ class Status(msgspec.Struct, frozen=True):
     limits_problem: str | None
     meters: list[Meter]
     holds: list[Hold]
+    polls: tuple[PollState, ...] = ()
 
 
 class Reader:
@@ -5048,6 +5436,15 @@ class Reader:
             limits_problem=self.flag("limits-problem"),
             meters=meters,
             holds=self._ask(lambda db: _holds_of(db, caps.limits, now)),
+            polls=self.polls(),
+        )
+
+    def polls(self) -> tuple[PollState, ...]:
+        sql = """SELECT substr(name, 6) AS repo, value, at FROM flags
+                 WHERE name LIKE 'poll:%' ORDER BY name"""
+        return tuple(
+            PollState(row["repo"], row["at"], row["value"] or None)
+            for row in self._rows(sql)
         )
 
 
@@ -5409,7 +5806,8 @@ class Store(Controls):
         now = self.clock()
 
         def do(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM windows WHERE job_id = ?", (claimed.job.id,))
+            sql = "UPDATE windows SET freed = 1 WHERE job_id = ?"
+            db.execute(sql, (claimed.job.id,))
             _unbook(db, claimed)
             _finish(db, claimed, record, notice, now)
 
@@ -5453,6 +5851,23 @@ class Store(Controls):
             return None
         return msgspec.json.decode(rows[0]["work"], type=Workspace)
 
+    def due_limited(self) -> list[tuple[Job, int]]:
+        """Dropped deliveries to comment on, each as its first job, and tries so far."""
+        sql = """SELECT payload, tries FROM limited WHERE payload IS NOT NULL
+                 AND not_before <= ? ORDER BY at LIMIT 20"""
+        return [
+            (msgspec.json.decode(row["payload"], type=Job), row["tries"])
+            for row in self._rows(sql, self.clock())
+        ]
+
+    def postpone_limited(self, set_id: str, until: float) -> None:
+        sql = "UPDATE limited SET not_before = ?, tries = tries + 1 WHERE set_id = ?"
+        self._write(lambda db: db.execute(sql, (until, set_id)))
+
+    def limited_told(self, set_id: str) -> None:
+        sql = "UPDATE limited SET payload = NULL WHERE set_id = ?"
+        self._write(lambda db: db.execute(sql, (set_id,)))
+
     def cancelled(self, job: str) -> bool:
         return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
 
@@ -5491,6 +5906,28 @@ class Store(Controls):
 
     def _fenced(self, sql: str, values: tuple[Any, ...]) -> None:
         self._write(lambda db: _one(db, sql, values))
+
+    # -- polling ---------------------------------------------------------------
+
+    def cursor(self, repo: str, stream: str) -> tuple[Cursor | None, str | None]:
+        """How far the stream is known, and the list's ETag then."""
+        sql = "SELECT cursor, etag FROM poll_cursors WHERE repo = ? AND stream = ?"
+        rows = self._rows(sql, repo, stream)
+        if not rows:
+            return None, None
+        return msgspec.json.decode(rows[0]["cursor"], type=Cursor), rows[0]["etag"]
+
+    def keep_cursor(
+        self, repo: str, stream: str, cursor: Cursor, etag: str | None
+    ) -> None:
+        text = msgspec.json.encode(cursor).decode()
+        sql = "INSERT OR REPLACE INTO poll_cursors VALUES (?, ?, ?, ?)"
+        self._write(lambda db: db.execute(sql, (repo, stream, text, etag)))
+
+    def forget_polls(self) -> None:
+        """Leave no word of repositories that are not polled any more."""
+        sql = "DELETE FROM flags WHERE name LIKE 'poll:%'"
+        self._write(lambda db: db.execute(sql))
 
     # -- flags and retention --------------------------------------------------
 
@@ -5610,7 +6047,8 @@ def _judged(
     if any(_window_holds(db, job, delivery.when) for job in jobs):
         return Admission("coalesced")
     target = jobs[0].title
-    if hourly and _recent(db, target, delivery.received) >= hourly:
+    if hourly and _recent(db, jobs[0], delivery.received) >= hourly:
+        _put_limited(db, jobs[0], delivery.received)
         return Admission("rate-limited")
     _put_delivery(db, delivery, target, "admitted", None)
     for job in jobs:
@@ -5629,19 +6067,32 @@ def _known(db: sqlite3.Connection, delivery: Delivery) -> bool:
 def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
     """Whether an admitted event of this key lies within ten minutes of `when`.
 
-    Both ways, because a late poll or redelivery brings an older event's time.
+    Both ways, because a late poll or redelivery brings an older event's time. A
+    window that a refused job freed holds for that very event still: it comes again
+    when a webhook brought it and a poll finds it, or the other way round.
     """
-    sql = """SELECT 1 FROM windows WHERE kind = ? AND key = ?
-             AND opened_at > ? AND opened_at < ?"""
-    span = (when - WINDOW_SECONDS, when + WINDOW_SECONDS)
-    return db.execute(sql, (job.kind, job.dedup, *span)).fetchone() is not None
+    sql = """SELECT 1 FROM windows WHERE kind = ?1 AND key = ?2
+             AND opened_at > ?3 - ?4 AND opened_at < ?3 + ?4 AND (NOT freed OR
+             (abs(opened_at - ?3) <= 2 AND (instr(job_id, ?5) > 0) <> ?6))"""
+    polled = job.trigger.delivery.startswith(POLLED)
+    values = (job.kind, job.dedup, when, WINDOW_SECONDS, f"-{POLLED}", polled)
+    return db.execute(sql, values).fetchone() is not None
 
 
-def _recent(db: sqlite3.Connection, target: str, now: float) -> int:
-    sql = """SELECT count(*) FROM deliveries WHERE target = ? AND received_at > ?
-             AND state = 'admitted'"""
-    n: int = db.execute(sql, (target, now - 3600)).fetchone()[0]
+def _recent(db: sqlite3.Connection, job: Job, now: float) -> int:
+    sql = """SELECT count(*) FROM deliveries WHERE target = ? AND kind = ?
+             AND received_at > ? AND state = 'admitted'"""
+    n: int = db.execute(sql, (job.title, job.kind, now - 3600)).fetchone()[0]
     return n
+
+
+def _put_limited(db: sqlite3.Connection, job: Job, now: float) -> None:
+    """Say on the target that it is limited, unless that was said within the hour."""
+    sql = """INSERT OR IGNORE INTO limited (set_id, kind, target, at, payload)
+             SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (SELECT 1 FROM limited
+             WHERE target = ?3 AND kind = ?2 AND at > ?4 - 3600)"""
+    payload = msgspec.json.encode(job.without_text()).decode()
+    db.execute(sql, (job.set, job.kind, job.title, now, payload))
 
 
 def _put_delivery(
@@ -5933,6 +6384,7 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
+    db.execute("DELETE FROM limited WHERE at < ?", (before,))
     # a month of 31 days may have an hour more, and its cap counts all of it
     db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before - DAY,))
     db.execute("DELETE FROM label_memory WHERE seen_at < ?", (before,))
@@ -9058,6 +9510,28 @@ class Dispatcher:
     def publish_due(self) -> None:
         for job, _, _, _ in self.store.due_notices():
             self.publish(job.id)
+        for job, tries in self.store.due_limited():
+            self._tell_limited(job, tries)
+
+    def _tell_limited(self, job: Job, tries: int) -> None:
+        """Say once that a target had its hour's deliveries; what is down is retried."""
+        limit = self.settings.target_hourly
+        message = (
+            f"{job.title} has had its {limit} deliveries of this hour, and further "
+            "ones are dropped until it is over; this is said once"
+        )
+        fix = "act again then, or raise `PI_TARGET_HOURLY`"
+        notice = _refusal_notice(job, Refused("rate-limited", message, fix))
+        try:
+            self._tell(job, None, notice)
+        except (Refused, Rejected) as error:
+            _event("comment-refused", job, level=logging.WARNING, error=error)
+        except Exception as error:  # one telling's edge: others go on
+            wait = min(5 * 2 ** min(tries, 16), PUBLISH_WAIT_MAX)
+            _event("publish-retry", job, level=logging.WARNING, wait=wait, error=error)
+            self.store.postpone_limited(job.set, self.clock() + wait)
+            return
+        self.store.limited_told(job.set)
 
     # -- the start -----------------------------------------------------------
 
@@ -9406,8 +9880,8 @@ def lock_file(path: Path) -> IO[str]:
 # =============================================================================
 # intake
 #
-# The HTTP edge, the inbox that resolves who asked, and the watchers of the
-# triggers and limits files. Knows nothing of Docker.
+# The HTTP edge, the inbox that resolves who asked, the poller, and the watchers of
+# the triggers and limits files. Knows nothing of Docker.
 # =============================================================================
 
 
@@ -9875,6 +10349,134 @@ class Inbox:
             )
 
 
+class Poller:
+    """Asks forges what happened, and takes it as if it had been delivered.
+
+    A first look takes nothing: work starts from what happens after it. The ids and
+    times of events make a later webhook of one, or a second look, start nothing
+    twice. What could not be read is asked again from where it was left.
+    """
+
+    TICK = 1.0
+    #: Ids that a cursor holds at most.
+    SEEN = 10_000
+
+    def __init__(
+        self, intake: Intake, repos: Sequence[Polled], interval: float
+    ) -> None:
+        self.intake = intake
+        self.store, self.clock = intake.store, intake.clock
+        self.repos, self.interval = repos, interval
+        self._due: dict[Polled, float] = {}
+        self._names: dict[Polled, str] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
+
+    def start(self) -> None:
+        self.store.forget_polls()
+        if self.repos:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.turn()
+            except Exception as error:
+                log_event("poller-failed", logging.ERROR, error=error)
+            self._stop.wait(self.TICK)
+
+    def turn(self) -> None:
+        """Look at every repository that is due."""
+        for polled in self.repos:
+            if self.clock() >= self._due.get(polled, 0.0) and not self._stop.is_set():
+                wait, trouble = self._look(polled)
+                self._due[polled] = self.clock() + max(self.interval, wait)
+                self.store.set_flag(f"poll:{polled.repo}", trouble)
+
+    def _look(self, polled: Polled) -> tuple[float, str]:
+        """Every stream of one repository: seconds to wait then, and what is wrong."""
+        forge, wait, trouble = self.intake.forges[polled.kind], 0.0, ""
+        for stream in forge.streams:
+            try:
+                wait = max(wait, self._follow(forge, self._name(polled), stream))
+            except Throttled as error:
+                return max(wait, error.wait), error.message
+            except Exception as error:  # the loop's edge: others go on
+                known = isinstance(error, PidispatchError)
+                trouble = str(error) if known else f"internal error: {error!r}"
+                level = logging.WARNING if known else logging.ERROR
+                said = {"repo": polled.repo, "stream": stream, "error": trouble}
+                log_event("poll-failed", level, **said)
+        return wait, trouble
+
+    def _name(self, polled: Polled) -> str:
+        if polled not in self._names:
+            forge = self.intake.forges[polled.kind]
+            self._names[polled] = forge.repository(polled.repo)
+        return self._names[polled]
+
+    def _follow(self, forge: Forge, repo: str, stream: str) -> float:
+        """Take what is new in one stream; returns the seconds to wait."""
+        key = f"{forge.kind}:{repo}"
+        cursor, etag = self.store.cursor(key, stream)
+        if cursor and self.clock() - cursor.asked > POLL_GAP:
+            log_event("poll-gap", logging.WARNING, repo=repo, stream=stream)
+            cursor, etag = None, None
+        since = cursor.at - POLL_OVERLAP if cursor else None
+        news = forge.poll(repo, stream, since, etag)
+        done = dict(cursor.seen) if cursor else {}
+        fresh = self._fresh(news, since, done)
+        try:
+            for event in fresh:
+                if cursor:
+                    self._take(event)
+                done[event.delivery] = event.when or 0.0
+        except Exception:
+            if cursor:
+                left = msgspec.structs.replace(cursor, seen=done)
+                self.store.keep_cursor(key, stream, left, None)
+            raise
+        now = self.clock()
+        at = max(cursor.at if cursor else 0.0, min(news.newest or 0.0, now))
+        self.store.keep_cursor(
+            key, stream, Cursor(at, self._kept(done, at), now), news.etag
+        )
+        return news.wait
+
+    @staticmethod
+    def _fresh(
+        news: News, since: float | None, done: Mapping[str, float]
+    ) -> list[Event]:
+        """What is not older than the cursor and was not there before, oldest first.
+
+        Lists are newest first, and those of one second in that order as well.
+        """
+        found = {event.delivery: event for event in reversed(news.events)}
+        new = [
+            event
+            for event in found.values()
+            if event.delivery not in done and (event.when or 0.0) >= (since or 0.0)
+        ]
+        return sorted(new, key=lambda event: event.when or 0.0)
+
+    def _kept(self, done: Mapping[str, float], at: float) -> dict[str, float]:
+        recent = [(key, t) for key, t in done.items() if t >= at - POLL_OVERLAP]
+        return dict(sorted(recent, key=lambda pair: pair[1])[-self.SEEN :])
+
+    def _take(self, event: Event) -> None:
+        import hashlib
+
+        name = f"{event.forge} {event.repo} {event.delivery}"
+        answer = self.intake.take(event, hashlib.sha256(name.encode()).hexdigest())
+        become = answer.payload.get("reason") or answer.payload["status"]
+        log_event("polled", delivery=event.delivery, became=become)
+
+
 class EdgeLimits(msgspec.Struct, frozen=True):
     """Bounds of the receiver; seconds are totals by the wall clock."""
 
@@ -10009,10 +10611,10 @@ class Edge(HttpServer):
     ) -> None:
         self.intake = intake
         #: Whose deliveries a path takes; the health check takes nobody's.
-        self.routes = {f"/{kind}": kind for kind in intake.forges} | {"/healthz": ""}
+        hooked = [kind for kind, forge in intake.forges.items() if forge.hooked]
+        self.routes = {f"/{kind}": kind for kind in hooked} | {"/healthz": ""}
         self.routes |= {f"{path}/": kind for path, kind in self.routes.items()}
-        if "github" in intake.forges:
-            self.routes["/"] = "github"
+        self.routes |= {path: k for k in hooked for path in intake.forges[k].aliases}
         super().__init__(host, port, limits)
 
     def methods(self, path: str) -> tuple[str, ...]:
@@ -10859,6 +11461,10 @@ def status_text(status: Status) -> str:
         f"worker's last heartbeat: {beat}{'; PAUSED' if status.paused else ''}",
     ]
     lines += [f"  {word}: {n}" for word, n in sorted(status.counts.items())]
+    lines += [
+        f"polled {poll.repo}: {iso(poll.at)}, {poll.trouble or 'fine'}"
+        for poll in status.polls
+    ]
     for name, told in (
         ("triggers", status.problem),
         ("limits", status.limits_problem),
@@ -10932,6 +11538,7 @@ def doctor(settings: Settings, triggers: Path) -> list[Check]:
     _check_sessions(settings, rules, checks)
     _check_git(checks)
     _check_engine(settings, rules, checks)
+    settings = _check_polls(settings, checks)
     _check_forges(settings, rules, checks)
     _check_provider_keys(settings, rules, checks)
     _check_egress(settings, checks)
@@ -11160,6 +11767,23 @@ def _check_forges(
         names = " or ".join(FORGES[kind].secret_variable for kind in _FORGE_CLASSES)
         fix = f"set {names}, and what the README says of that forge"
         checks.append(Check("forges", "fail", found, fix))
+
+
+def _check_polls(settings: Settings, checks: list[Check]) -> Settings:
+    """Whether each repository can be read; returns settings without wrong ones."""
+    try:
+        repos, served = polled_of(settings), forges_of(settings)
+    except Faults as faults:
+        checks.extend(fault_checks("polling", faults))
+        return msgspec.structs.replace(settings, poll_repos=())
+    for kind, name in repos:
+        try:
+            found = f"{served[kind].repository(name)}: can be read"
+            checks.append(Check("polling", "ok", found))
+        except PidispatchError as error:
+            fix = error.fix or "check the name, and that the token may read it"
+            checks.append(Check("polling", "fail", f"{name}: {error.message}", fix))
+    return settings
 
 
 def _check_provider_keys(
@@ -11783,6 +12407,7 @@ class Service:
             clock=clock,
         )
         self.inbox = Inbox(self.intake)
+        self.poller = Poller(self.intake, polled_of(settings), settings.poll_interval)
         self.edge = _receiver(self.intake, settings)
         self.panel = _panel(settings, self.store, self.triggers, self.engine)
         self._works = False
@@ -11800,6 +12425,7 @@ class Service:
             lambda problem: self.store.set_flag("triggers-problem", problem)
         )
         self.inbox.start()
+        self.poller.start()
         self.edge.start()
         self.panel.start()
         log_event("serving", port=self.edge.port, panel=self.panel.port)
@@ -11807,6 +12433,7 @@ class Service:
     def stop(self, *, end_jobs: bool = False) -> None:
         self.edge.stop()
         self.panel.stop(patience=1.0)
+        self.poller.stop()
         self.inbox.stop()
         self.triggers.stop()
         self.limits.stop()
@@ -11867,6 +12494,17 @@ def settings_of(db: Path | None = None) -> Settings:
     return msgspec.structs.replace(settings, db=db) if db else settings
 
 
+def polling(settings: Settings, repos: Sequence[str]) -> Settings:
+    """The settings with the repositories that the command line names."""
+    if not repos:
+        return settings
+    try:
+        parsed = SETTINGS["poll_repos"].parse(",".join(repos))
+    except ValueError as error:
+        raise ConfigError(f"--poll {error}", "write --poll owner/name") from error
+    return msgspec.structs.replace(settings, poll_repos=parsed)
+
+
 def triggers_path(settings: Settings, named: Path | None) -> Path:
     """The file `serve` takes: named, PI_TRIGGERS_FILE, else ./triggers.json."""
     return named or settings.triggers_file or Path("triggers.json")
@@ -11920,11 +12558,16 @@ def main() -> None:
 @triggers_option
 @click.option("--no-worker", is_flag=True, help="Receive only; run no jobs.")
 @click.option("--stop-jobs", is_flag=True, help="On exit, end running jobs as well.")
+@click.option("--poll", multiple=True, help="A repository to poll (POLL_REPOS).")
 def serve(
-    db: Path | None, triggers_file: Path | None, no_worker: bool, stop_jobs: bool
+    db: Path | None,
+    triggers_file: Path | None,
+    no_worker: bool,
+    stop_jobs: bool,
+    poll: tuple[str, ...],
 ) -> None:
     """Receive deliveries and run jobs until stopped."""
-    settings = settings_of(db)
+    settings = polling(settings_of(db), poll)
     set_up_logging(settings)
     service = Service(settings, triggers_path(settings, triggers_file))
     limits: list[Check] = []

@@ -766,6 +766,45 @@ class LabelMoment:
 
 
 @dataclass
+class IssueEvent:
+    """Something somebody did to an issue or pull request: labeled, closed …"""
+
+    id: int
+    number: int
+    event: str
+    actor: str
+    created_at: float
+    label: str | None = None
+
+
+@dataclass
+class Review:
+    """A review that was submitted; ``state`` is in the API's capitals."""
+
+    id: int
+    number: int
+    user: str
+    state: str
+    body: str | None
+    commit_id: str
+    submitted_at: float
+    association: str | None = None
+
+
+@dataclass
+class Activity:
+    """A push to a branch, as the repository's activity lists it."""
+
+    id: int
+    ref: str
+    before: str
+    after: str
+    actor: str
+    timestamp: float
+    activity_type: str = "push"
+
+
+@dataclass
 class Issue:
     """An issue; ``labels`` are names in the order they were put on."""
 
@@ -823,6 +862,9 @@ class Repo:
         self.pulls: dict[int, Pull] = {}
         self.comments: list[Comment] = []
         self.label_moments: list[LabelMoment] = []
+        self.events: list[IssueEvent] = []
+        self.reviews: list[Review] = []
+        self.activity: list[Activity] = []
         self.collaborators: dict[str, str] = {self.owner: "admin"}
         self.protected: dict[str, str] = {}
         self.may_push: set[str] = set()
@@ -893,13 +935,16 @@ class Repo:
         files: Mapping[str, str | bytes | None],
         message: str = "Change files",
         start: str | None = None,
+        user: str | None = None,
     ) -> str:
-        """Commit onto a branch (made at ``start``, else the default branch)."""
+        """Commit onto a branch (made at ``start``, else the default branch).
+
+        ``user`` is who pushed it, the owner unless said."""
         origin = start or f"refs/heads/{self.default_branch}"
         parent = self.branch(branch) or self.git.sha(origin)
         when = int(self.accounts.clock())
         made = self.git.commit(f"refs/heads/{branch}", files, message, parent, when)
-        self.sync_pulls()
+        self.sync_pulls(user)
         return made
 
     def delete_branch(self, branch: str) -> None:
@@ -969,6 +1014,48 @@ class Repo:
         self.comments.append(Comment(*made))
         return self.comments[-1]
 
+    def add_event(
+        self, number: int, event: str, actor: str, label: str | None = None
+    ) -> IssueEvent:
+        """Note what somebody did to an issue or pull request."""
+        now = self.accounts.clock()
+        login = self.accounts.user(actor).login
+        noted = IssueEvent(self.accounts.new_id(), number, event, login, now, label)
+        self.events.append(noted)
+        return noted
+
+    def add_review(
+        self,
+        number: int,
+        state: str,
+        body: str | None,
+        user: str,
+        association: str | None = None,
+    ) -> Review:
+        """Review a pull request."""
+        pull, now = self.pulls[number], self.accounts.clock()
+        pull.updated_at = now
+        review = Review(
+            id=self.accounts.new_id(),
+            number=number,
+            user=self.accounts.user(user).login,
+            state=state.upper(),
+            body=body,
+            commit_id=pull.head_sha,
+            submitted_at=now,
+            association=association,
+        )
+        self.reviews.append(review)
+        return review
+
+    def add_activity(self, ref: str, before: str, after: str, actor: str) -> Activity:
+        """Note a push."""
+        now = self.accounts.clock()
+        login = self.accounts.user(actor).login
+        noted = Activity(self.accounts.new_id(), ref, before, after, login, now)
+        self.activity.append(noted)
+        return noted
+
     def comments_on(self, number: int, request: bool | None = None) -> list[Comment]:
         """The conversation of one issue or pull request, oldest first."""
         request = number not in self.issues if request is None else request
@@ -1024,7 +1111,7 @@ class Repo:
         elif self.branch(pull.head) is None:
             raise ValueError(f"{self.full_name} has no branch {pull.head}")
 
-    def sync_pulls(self) -> None:
+    def sync_pulls(self, pusher: str | None = None) -> None:
         """Bring refs/pull/N/head of open requests to where their branches are."""
         branches = self.branches
         for pull in self.pulls.values():
@@ -1034,13 +1121,18 @@ class Repo:
             if tip is None:
                 self.close(pull)
             elif tip != pull.head_sha:
+                if pull.head_sha:
+                    ref, actor = f"refs/heads/{pull.head}", pusher or self.owner
+                    self.add_activity(ref, pull.head_sha, tip, actor)
+                    pull.updated_at = self.accounts.clock()
                 pull.head_sha = tip
                 self.git.git("update-ref", self.request_ref.format(n=pull.number), tip)
 
-    def close(self, item: Issue) -> None:
+    def close(self, item: Issue, by: str | None = None) -> None:
         """Close an issue or pull request."""
         item.state = "closed"
         item.closed_at = item.updated_at = self.accounts.clock()
+        self.add_event(item.number, "closed", by or self.owner)
 
 
 # ---------------------------------------------------------------------------
@@ -1270,6 +1362,60 @@ def comment_json(base: str, repo: Repo, comment: Comment) -> Json:
     }
 
 
+def event_json(base: str, repo: Repo, event: IssueEvent) -> Json:
+    """An issue event; its issue is as it stands now."""
+    shape: Json = {
+        "id": event.id,
+        "node_id": _node_id("IssueEvent", event.id),
+        "url": f"{base}/repos/{repo.full_name}/issues/events/{event.id}",
+        "actor": user_json(base, repo.accounts.user(event.actor)),
+        "event": event.event,
+        "commit_id": None,
+        "commit_url": None,
+        "created_at": iso_time(event.created_at),
+        "performed_via_github_app": None,
+        "issue": issue_json(base, repo, _known(repo, event.number)),
+    }
+    if event.label is not None:
+        label = label_json(base, repo, event.label)
+        shape["label"] = {"name": label["name"], "color": label["color"]}
+    return shape
+
+
+def review_json(base: str, repo: Repo, review: Review) -> Json:
+    """A review as the API lists it."""
+    url = f"{base}/repos/{repo.full_name}/pulls/{review.number}"
+    page = f"{_site(base)}/{repo.full_name}/pull/{review.number}"
+    html_url = f"{page}#pullrequestreview-{review.id}"
+    return {
+        "id": review.id,
+        "node_id": _node_id("PullRequestReview", review.id),
+        "user": user_json(base, repo.accounts.user(review.user)),
+        "body": review.body,
+        "state": review.state,
+        "html_url": html_url,
+        "pull_request_url": url,
+        "author_association": review.association or repo.association(review.user),
+        "_links": {"html": {"href": html_url}, "pull_request": {"href": url}},
+        "submitted_at": iso_time(review.submitted_at),
+        "commit_id": review.commit_id,
+    }
+
+
+def activity_json(base: str, repo: Repo, noted: Activity) -> Json:
+    """A row of a repository's activity."""
+    return {
+        "id": noted.id,
+        "node_id": _node_id("Push", noted.id),
+        "before": noted.before,
+        "after": noted.after,
+        "ref": noted.ref,
+        "timestamp": iso_time(noted.timestamp),
+        "activity_type": noted.activity_type,
+        "actor": user_json(base, repo.accounts.user(noted.actor)),
+    }
+
+
 def branch_json(base: str, repo: Repo, name: str, sha: str) -> Json:
     """A branch."""
     url = f"{base}/repos/{repo.full_name}"
@@ -1348,6 +1494,8 @@ def item_payload(
     if action in ("closed", "reopened"):
         item.state = "closed" if action == "closed" else "open"
         item.closed_at = item.updated_at if action == "closed" else None
+    if action in ("labeled", "unlabeled", "closed", "reopened"):
+        repo.add_event(number, action, sender, label)
     base = repo.accounts.base
     payload = _payload(repo, action, sender, base)
     if isinstance(item, Pull):
@@ -1386,6 +1534,7 @@ def comment_payload(
     item = _known(repo, number)
     base = repo.accounts.base
     comment = repo.add_comment(number, body, sender)
+    item.updated_at = comment.created_at
     payload = _payload(repo, action, sender, base)
     payload["issue"] = issue_json(base, repo, item)
     payload["comment"] = comment_json(base, repo, comment)
@@ -1404,22 +1553,12 @@ def review_payload(
 ) -> Json:
     """A `pull_request_review` submitted: approved, changes_requested, commented."""
     pull, base = repo.pulls[number], repo.accounts.base
-    shape = pull_json(base, repo, pull)
-    review_id = repo.accounts.new_id()
+    review = repo.add_review(number, state, body, sender, association)
+    shape = review_json(base, repo, review)
+    del shape["_links"]
     payload = _payload(repo, "submitted", sender, base)
-    payload["pull_request"] = shape
-    payload["review"] = {
-        "id": review_id,
-        "node_id": _node_id("PullRequestReview", review_id),
-        "user": payload["sender"],
-        "body": body,
-        "commit_id": pull.head_sha,
-        "submitted_at": iso_time(repo.accounts.clock()),
-        "state": state,
-        "html_url": f"{shape['html_url']}#pullrequestreview-{review_id}",
-        "pull_request_url": shape["url"],
-        "author_association": association or repo.association(sender),
-    }
+    payload["pull_request"] = pull_json(base, repo, pull)
+    payload["review"] = shape | {"state": state}
     return payload
 
 
@@ -1755,11 +1894,54 @@ def post_comment(call: Call) -> Reply:
     return json_reply(201, shape, Location=str(shape["url"]))
 
 
+@GITHUB("GET", "/repos/{owner}/{name}/issues/events", "issues:read")
+def get_issue_events(call: Call) -> Reply:
+    """Newest first, and with no other choice."""
+    events = sorted(call.repo.events, key=lambda event: -event.id)
+    return paginated(call, [event_json(call.base, call.repo, e) for e in events])
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/issues/comments", "issues|pull_requests:read")
+def get_all_comments(call: Call) -> Reply:
+    """By id unless ``sort`` says else; ``since`` is about the last change."""
+    query = call.request.query
+    since = query.get("since", "")
+    rows = [c for c in call.repo.comments if iso_time(c.updated_at) >= since]
+    by = query.get("sort")
+    if by in ("created", "updated"):
+        down = query.get("direction", "desc") == "desc"
+        rows.sort(key=lambda c: (getattr(c, f"{by}_at"), c.id), reverse=down)
+    return paginated(call, [comment_json(call.base, call.repo, c) for c in rows])
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/pulls/{number}/reviews", "pull_requests:read")
+def get_reviews(call: Call) -> Reply:
+    number = call.pull().number
+    rows = [review for review in call.repo.reviews if review.number == number]
+    return paginated(call, [review_json(call.base, call.repo, r) for r in rows])
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/activity", "contents:read")
+def get_activity(call: Call) -> Reply:
+    """Newest first; the pages of the real one are found by its Link header."""
+    ref = call.request.query.get("ref", "")
+    full = ref if not ref or ref.startswith("refs/") else f"refs/heads/{ref}"
+    rows = [noted for noted in call.repo.activity if full in ("", noted.ref)]
+    rows.reverse()
+    size = max(1, min(100, _number(call.request.query, "per_page", 30)))
+    shapes = [activity_json(call.base, call.repo, noted) for noted in rows[:size]]
+    return json_reply(200, shapes)
+
+
 @GITHUB("GET", "/repos/{owner}/{name}/pulls", "pull_requests:read")
 def get_pulls(call: Call) -> Reply:
     query = call.request.query
-    pulls = sorted(call.repo.pulls.values(), key=lambda p: -p.number)
-    if query.get("direction") == "asc":
+    by = "updated_at" if query.get("sort") == "updated" else "created_at"
+    pulls = sorted(
+        call.repo.pulls.values(), key=lambda p: (getattr(p, by), p.number), reverse=True
+    )
+    down = "asc" if by == "updated_at" else "desc"
+    if query.get("direction", down) == "asc":
         pulls.reverse()
     rows = [pull for pull in pulls if _pull_selected(pull, query)]
     return paginated(call, [pull_json(call.base, call.repo, pull) for pull in rows])
@@ -1839,7 +2021,9 @@ def patch_pull(call: Call) -> Reply:
     pull.body = body if "body" in shape else pull.body
     pull.updated_at = call.data.accounts.clock()
     if state == "closed" and pull.state == "open":
-        call.repo.close(pull)
+        call.repo.close(pull, call.caller)
+    if state == "open" and pull.state == "closed":
+        call.repo.add_event(pull.number, "reopened", call.caller)
     pull.state = state
     call.repo.sync_pulls()
     return json_reply(200, pull_detail_json(call.base, call.repo, pull))
@@ -2139,7 +2323,7 @@ class FakeForge(FakeServer):
         reply = serve_git(repo.git.path, operation, request, token.login, scope)
         if operation == "git-receive-pack":
             with self.lock:
-                repo.sync_pulls()
+                repo.sync_pulls(token.login)
         return reply
 
     def _api(self, request: Request) -> Reply:

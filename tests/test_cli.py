@@ -333,7 +333,7 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         assert serving.wait(20) == 0, told
     events = [json.loads(line) for line in told if line.startswith("{")]
     assert events[0]["event"] == "not-in-this-version"
-    assert "PI_PANEL_PORT" in events[0]["what"]
+    assert "PI_ON_FAILURE" in events[0]["what"]
     assert "canary-secret" not in "".join(told)
 
 

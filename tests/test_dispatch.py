@@ -23,8 +23,10 @@ import pytest
 from conftest import FakeClock, Maker
 from hypothesis import given
 from hypothesis import strategies as st
+from world import World, world
 
 import pidispatch
+import pidispatch_demo as demo
 from pidispatch import BoxExit, Refused, Result
 
 CAPS = pidispatch.Caps(25, None, None, "UTC")
@@ -1411,3 +1413,78 @@ def test_a_run_whose_gate_is_lost_is_stopped_and_retried_once(bench: Bench) -> N
     [run] = bench.work()
     assert (run.state, run.reason) == ("failed", "gate-lost")
     assert bench.used() == 2
+
+
+def test_a_limited_target_is_told_once_an_hour_however_often_telling_fails(
+    tmp_path: Path,
+) -> None:
+    """The loop guard: dropped whole, said once, and taken again after the hour."""
+    clock = FakeClock()
+    with world(tmp_path, clock=clock) as w:
+        on = {"type": "comment", "phrase": "@pi"}
+        w.rules(
+            {"replicas": 2}, {"on": on, "run": {"kind": "github", "flow": "review"}}
+        )
+        w.change(target_hourly=1)
+        w.repo.accounts.clock = clock
+        w.start()
+
+        def ask(text: str) -> str:
+            payload = demo.comment_payload(w.repo, 7, f"@pi {text}", "maintainer")
+            answer = w.post("issue_comment", payload)[1]
+            return str(answer.get("reason") or answer["status"])
+
+        def said() -> list[str]:
+            return [text for text in w.comments() if "**rate-limited**" in text]
+
+        w.wait(w.label())
+        posts = "/issues/7/comments"
+        w.forge.fail_next("POST", posts, status=503, times=2)
+        w.forge.fail_next("POST", posts, status=502, moment="after")
+        assert [ask(str(n)) for n in range(3)] == ["rate-limited"] * 3
+        for tries in range(1, 4):
+            w.wait_for(lambda n=tries: waiting(w) == [n])
+            clock.pass_(pidispatch.PUBLISH_WAIT_MAX)
+        w.wait_for(lambda: waiting(w) == [])
+        assert len(said()) == 1
+        assert "octo/spoon#7 has had its 1 deliveries" in said()[0]
+        assert len(w.store.runs(9)) == 2
+        clock.pass_(3600)
+        assert ask("again") == "queued"
+        clock.pass_(pidispatch.WINDOW_SECONDS)
+        assert ask("and again") == "rate-limited"
+        w.wait_for(lambda: len(said()) == 2)
+        w.wait([run.id for run in w.store.runs(1)])
+
+
+def waiting(w: World) -> list[int]:
+    """How often each comment that is still to be made was tried."""
+    rows = w.store._rows("SELECT tries FROM limited WHERE payload IS NOT NULL")
+    return [row["tries"] for row in rows]
+
+
+def test_a_limit_is_of_one_forges_target_alone(
+    store: pidispatch.Store, maker: Maker
+) -> None:
+    for kind, wanted in (("github", "queued"), ("forgejo", "queued")):
+        delivery = maker.delivery(forge=kind)
+        rule = maker.rule(kind=kind)
+        match = pidispatch.Match(rule, rule.run.flow, "pi:urgent")
+        jobs = pidispatch.fan_out(match, delivery.event)
+        assert store.admit(delivery, jobs, 1).status == wanted
+    assert store.due_limited() == []
+
+
+def test_a_comment_that_the_forge_refuses_is_not_tried_for_ever(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        w.change(target_hourly=1)
+        w.start()
+        w.wait(w.label())
+        w.forge.fail_next("POST", "/issues/7/comments", status=410, times=9)
+        on = {"type": "comment", "phrase": "@pi"}
+        w.rules({"on": on, "run": {"kind": "github", "flow": "review"}})
+        w.wait_for(lambda: w.service and w.service.triggers.rules[0].on.phrase)
+        said = demo.comment_payload(w.repo, 7, "@pi", "maintainer")
+        assert w.post("issue_comment", said)[1]["reason"] == "rate-limited"
+        w.wait_for(lambda: waiting(w) == [])
+        assert not [text for text in w.comments() if "rate-limited" in text]

@@ -27,7 +27,7 @@ UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 README = ROOT / "README.md"
 PAGES = (
     README,
-    *(ROOT / name for name in ("SECURITY.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 )
 
@@ -97,10 +97,8 @@ def default_of(name: str) -> str:
 def settings_table() -> str:
     rows = []
     for name, row in pidispatch.SETTINGS.items():
-        flags, meaning = flags_of(row.variable), row.doc
-        if name in pidispatch.SETTINGS_NOT_YET:
-            meaning += " **No effect in this version.**"
-        rows.append((f"`{row.variable}`", flags, default_of(name), meaning))
+        flags = flags_of(row.variable)
+        rows.append((f"`{row.variable}`", flags, default_of(name), row.doc))
     return markdown_table(("variable", "flag", "default", "meaning"), rows)
 
 

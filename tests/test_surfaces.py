@@ -209,7 +209,6 @@ def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (rule(LABEL, resume=True), "resume is refused"),
         (rule(LABEL, publish="agent"), "publish: agent is refused"),
         (rule(LABEL, kind="azure", repository="r"), pidispatch._ONLY),
     ],
@@ -230,16 +229,14 @@ def test_a_cron_rule_tells_whose_word_starts_it_and_what_it_touches() -> None:
     assert "the forge lets steer" not in text
 
 
-def test_only_settings_that_nothing_reads_are_called_without_effect() -> None:
+def test_every_setting_is_read_by_something() -> None:
     """A setting that silently did nothing would be a promise nobody keeps."""
     source = Path(pidispatch.__file__).read_text("utf-8")
     below = source.partition("\ndef with_overlay(")[2]
     read = set(re.findall(r"settings\.([a-z_]+)\b", below))
     read |= {"egress", "providers_file", "webhook_secret"}  # read by another way
     unread = set(pidispatch.SETTINGS) - read
-    said = set(pidispatch.SETTINGS_NOT_YET)
-    assert unread <= said, "let something read it, or say that it has no effect"
-    assert said <= unread, "what is read has an effect"
+    assert unread == set(), "let something read it, or remove it"
 
 
 # -- schemas ------------------------------------------------------------------

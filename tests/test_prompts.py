@@ -42,16 +42,19 @@ REQUEST = {
 }
 
 
+@pytest.mark.parametrize("kind", ["github", "gitlab", "forgejo", "azure"])
 @pytest.mark.parametrize("publish", ["host", "agent"])
 @pytest.mark.parametrize("target", ["issue", "request"])
 @pytest.mark.parametrize("replica", [None, 2])
 def test_prompts_are_what_they_were(
-    maker: Maker, publish: str, target: str, replica: int | None
+    maker: Maker, kind: str, publish: str, target: str, replica: int | None
 ) -> None:
     fields = REQUEST if target == "request" else {}
-    job = job_of(maker, replica, **fields)
-    kind = "replica" if replica else "plain"
-    golden(f"{target}-{kind}-{publish}.prompt.md", pidispatch.prompt_text(job, publish))
+    job = msgspec.structs.replace(job_of(maker, replica, **fields), kind=kind)
+    which = "replica" if replica else "plain"
+    of = "" if kind == "github" else f"{kind}-"
+    text = pidispatch.prompt_text(job, publish)
+    golden(f"{of}{target}-{which}-{publish}.prompt.md", text)
 
 
 def attempt_of(maker: Maker, job: pidispatch.Job, tmp_path: Path) -> pidispatch.Attempt:
@@ -135,6 +138,25 @@ def test_each_forge_has_its_own_nouns(
     text = pidispatch.prompt_text(job, "host")
     assert f"{item} number 7" in text
     assert f"as one {request_noun}" in text
+
+
+@pytest.mark.parametrize("kind", ["github", "gitlab", "forgejo", "azure"])
+def test_an_agent_that_publishes_is_told_its_branch_its_lease_and_its_tool(
+    maker: Maker, kind: str
+) -> None:
+    """T48: fetch, then a lease on its own branch and no other."""
+    job = msgspec.structs.replace(job_of(maker, 2), kind=kind)
+    text = pidispatch.prompt_text(job, "agent")
+    push = "git push --force-with-lease=pi/issue-7-r2:<the commit fetched, or nothing>"
+    assert f"{push} origin pi/issue-7-r2" in text
+    assert f"`{pidispatch.FORGES[kind].cli}` and git find" in text
+    assert 'starts with "[r2/3] "' in text
+    job = msgspec.structs.replace(job_of(maker, 2, **REQUEST), kind=kind)
+    text = pidispatch.prompt_text(job, "agent")
+    assert 'Say "replica 2 of 3"' in text
+    assert "do not overwrite them, report it" in text
+    assert "[r2/3]" not in text
+    assert "pi/issue" not in text
 
 
 def test_forgejo_agents_are_told_that_the_list_shows_siblings(maker: Maker) -> None:

@@ -209,12 +209,18 @@ class World:
 
 
 @contextlib.contextmanager
-def world(root: Path, docker: Any = None, clock: Any = time.time) -> Iterator[World]:
-    """A world; with `docker` (a low-level client) on the real engine."""
+def world(
+    root: Path,
+    docker: Any = None,
+    clock: Any = time.time,
+    forge: demo.FakeGitHub | None = None,
+) -> Iterator[World]:
+    """A world; with `docker` (a low-level client) on the real engine.
+
+    `forge` is one that does not listen yet, instead of the plain one."""
     with contextlib.ExitStack() as stack:
-        forge = stack.enter_context(
-            demo.FakeGitHub([demo.Token(TOKEN, "operator", name="operator")])
-        )
+        operator = demo.Token(TOKEN, "operator", name="operator")
+        forge = stack.enter_context(forge or demo.FakeGitHub([operator]))
         host = bridge_address(docker) if docker else "127.0.0.1"
         model = stack.enter_context(demo.FakeModel(solve(), key=KEY, host=host))
         repo = forge.create_repo(

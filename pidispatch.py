@@ -7015,11 +7015,10 @@ class Dispatcher:
         """The box's own lines, its newest LOG_MAX_BYTES; cut where it says so (T45)."""
         folder = self.settings.state_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        text = box.log()
+        told = without_live_secrets(box.log().decode("utf-8", "surrogateescape"))
+        text = told.encode("utf-8", "surrogateescape")
         if len(text) > LOG_MAX_BYTES:
             text = b"[earlier lines were cut]\n" + text[-LOG_MAX_BYTES:]
-        told = without_live_secrets(text.decode("utf-8", "surrogateescape"))
-        text = told.encode("utf-8", "surrogateescape")
         write_private(folder / f"{container_name(job.id)}.log", text)
 
     def _finish(

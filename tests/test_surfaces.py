@@ -201,16 +201,20 @@ def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
     text = pidispatch.rule_detail(rule(COMMENT, replicas=2, publish="agent"))
     assert "all replicas share one head branch" in text
     assert "puts the forge token into the box" in text
-    assert "one operator token" not in text
+    assert "without a GitHub App all replicas hold one operator token" in text
     gitlab = rule(COMMENT, kind="gitlab", replicas=2, publish="agent")
-    assert "one operator token" in pidispatch.rule_detail(gitlab)
+    shown = pidispatch.rule_detail(gitlab)
+    assert "note: all replicas hold one operator token" in shown
+    assert "GitHub App" not in shown
+    host = pidispatch.rule_detail(rule(COMMENT, kind="gitlab", replicas=2))
+    assert "token into the box" not in host
+    assert "operator token" not in host
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
         (rule(LABEL, resume=True), "resume is refused"),
-        (rule(LABEL, publish="agent"), "publish: agent is refused"),
         (rule(LABEL, kind="gitlab"), "this version serves github only"),
         (
             rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local"),

@@ -1081,6 +1081,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     own word. `labels` is the item's present set including what was added;
     `added` the labels added by this very event (None: not known). `fault` is a
     drop reason found while parsing. `when` is the item's own time, if given.
+    `incomplete`: the forge's API must tell the rest before this can be judged.
     """
 
     forge: ForgeKind
@@ -1103,6 +1104,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     head: str | None = None
     when: float | None = None
     fault: str | None = None
+    incomplete: bool = False
 
 
 class On(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -2394,7 +2396,8 @@ class Forge(Protocol):
     Header names are in lower case. `verify` raises Unauthorized, `parse`
     Malformed; whatever talks to the API raises InfraError when it could not
     tell, Rejected or Refused on a determinate no. `own_id` is None when there
-    is no identity of ours because no token is configured.
+    is no identity of ours because no token is configured. `complete` fills in
+    what an `incomplete` event left to the API.
     """
 
     kind: ForgeKind
@@ -2406,6 +2409,8 @@ class Forge(Protocol):
     def parse(self, headers: Mapping[str, str], body: bytes) -> Event: ...
 
     def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]: ...
+
+    def complete(self, event: Event) -> Event: ...
 
     def ask(self, event: Event) -> bool: ...
 
@@ -2577,6 +2582,10 @@ class ApiForge(Forge):
     def event_of(self, body: bytes) -> str | None:
         """The event of a stored body without headers, if its fields tell."""
         raise NotImplementedError
+
+    def complete(self, event: Event) -> Event:
+        """Nothing to ask: all of this forge's events are complete."""
+        return event
 
     def own_id(self) -> str | None:
         if self._own is None:
@@ -3567,6 +3576,19 @@ class Reader:
         others = [_run_row(row) for row in self._rows(sql, found.set, job)]
         return found, record, others
 
+    def kept(self, job: str) -> tuple[Job, Workspace, Record]:
+        """What is needed to publish a job again. Raises `ConfigError`."""
+        _, record, _ = self.run(job)
+        sql = "SELECT payload, work FROM jobs WHERE id = ?"
+        row = self._rows(sql, job)[0]
+        if record is None or row["work"] is None or not row["payload"]:
+            raise ConfigError(f"{job} has nothing to publish", "see `pidispatch runs`")
+        return (
+            msgspec.json.decode(row["payload"], type=Job),
+            msgspec.json.decode(row["work"], type=Workspace),
+            record,
+        )
+
     def own_tips(self, job: Job) -> frozenset[str]:
         """The commits we ever pushed to the job's branch; others are not ours."""
         sql = """SELECT tip FROM pushes WHERE kind = ? AND target = ?
@@ -4014,19 +4036,6 @@ class Outside(Reader):
         sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
         self._write(lambda db: db.execute(sql, (job,)))
         return run.state
-
-    def kept(self, job: str) -> tuple[Job, Workspace, Record]:
-        """What is needed to publish a job again. Raises `ConfigError`."""
-        _, record, _ = self.run(job)
-        sql = "SELECT payload, work FROM jobs WHERE id = ?"
-        row = self._rows(sql, job)[0]
-        if record is None or row["work"] is None or not row["payload"]:
-            raise ConfigError(f"{job} has nothing to publish", "see `pidispatch runs`")
-        return (
-            msgspec.json.decode(row["payload"], type=Job),
-            msgspec.json.decode(row["work"], type=Workspace),
-            record,
-        )
 
     def pushed(self, job: Job, tip: str) -> None:
         self._write(lambda db: _pushed(db, job, tip, self.clock()))
@@ -5928,6 +5937,18 @@ class Quarantine(Repository, frozen=True):
             raise BundleRefused("too-large")
         return done
 
+    def text(self, *arguments: str, limit: int) -> tuple[str, bool]:
+        """At most `limit` bytes of a command's output; True when there was more."""
+        import tempfile
+
+        with tempfile.TemporaryFile(dir=self.path) as sink:
+            done = self.call(*arguments, sink=sink.fileno())
+            if done.code:
+                raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
+            sink.seek(0)
+            found = sink.read(limit + 1)
+        return found[:limit].decode("utf-8", "replace"), len(found) > limit
+
 
 def _limits(cpu: int) -> Callable[[], None]:
     """Bounds set in a child that reads what a box made, before it starts."""
@@ -6249,6 +6270,72 @@ def _landed(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Landed:
     ]
     mine = tip if tip in made else None
     return Landed(mine, len(missing) < len(made), len(missing), len(strays))
+
+
+#: Bytes of a diff that are shown, and of a list of changed files that are read.
+DIFF_BYTES = 256 * 1024
+FILES_BYTES = 1024 * 1024
+
+_DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+
+#: What makes a file a test by its path: a folder's name, or its own.
+_TEST_PATH = re.compile(
+    r"(^|/)(tests?|specs?|__tests__|testdata)/|(^|/)(test|spec)_[^/]*$"
+    r"|[._-](test|tests|spec)\.[^/.]+$|(^|/)conftest\.py$|Tests?\.[^/.]+$"
+)
+
+
+class FileChange(msgspec.Struct, frozen=True):
+    """One changed file; a binary one has no count of lines."""
+
+    path: str
+    added: int | None
+    removed: int | None
+    test: bool
+
+
+class Diff(msgspec.Struct, frozen=True):
+    """A unified diff, `truncated` after `DIFF_BYTES`."""
+
+    text: str
+    truncated: bool
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What a result changed: its commits, its files, its diff against its start."""
+
+    commits: int
+    files: tuple[FileChange, ...]
+    diff: Diff
+
+
+def changed_files(listed: str) -> Iterator[FileChange]:
+    """The rows of `git diff --numstat -z`; a last one that was cut is left out."""
+    for row in listed.split("\0")[:-1]:
+        added, removed, path = row.split("\t", 2)
+        plus, minus = (None if n == "-" else int(n) for n in (added, removed))
+        yield FileChange(path, plus, minus, _TEST_PATH.search(path) is not None)
+
+
+def change_of(result: Quarantine, start: str) -> Change:
+    """What a result changed since `start`, a commit it descends from."""
+    listed, _ = result.text(
+        *_DIFF, "--numstat", "-z", start, result.tip, limit=FILES_BYTES
+    )
+    files = tuple(changed_files(listed))
+    return Change(result.commits, files, diff_of(result, start, result.tip))
+
+
+def diff_of(result: Quarantine, old: str, new: str) -> Diff:
+    return Diff(*result.text(*_DIFF, old, new, limit=DIFF_BYTES))
+
+
+def diff_between(one: Quarantine, other: Quarantine) -> Diff:
+    """How the second result differs from the first, read as one repository."""
+    info = one.path / "objects" / "info" / "alternates"
+    with info.open("a", encoding="utf-8") as alternates:
+        alternates.write(f"{other.path / 'objects'}\n")
+    return diff_of(one, one.tip, other.tip)
 
 
 def _push_result(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> str | None:
@@ -7335,10 +7422,7 @@ def publish_by_hand(
     publishing raises.
     """
     job, workspace, _ = outside.kept(job_id)
-    forge = forges_of(settings).get(job.kind)
-    if forge is None:
-        variable = FORGES[job.kind].secret_variable
-        raise ConfigError(f"{job.kind} is not served", f"set {variable}")
+    forge = _served(settings, job)
     ours = outside.own_tips(job)
     work = kept_work(kept_path(settings, job_id), workspace, ours)
     if work.bundle is None:
@@ -7352,6 +7436,31 @@ def publish_by_hand(
     )
     outside.published(job_id, published.request)
     return published.request.url if published.request else "nothing to publish"
+
+
+def open_kept(settings: Settings, reader: Reader, job_id: str) -> Quarantine:
+    """A kept result in a quarantine of its own; close it after use.
+
+    The forge is asked only for a base that the mirror has lost. Raises
+    `ConfigError` when nothing is kept, `BundleRefused` and what fetching raises.
+    """
+    job, workspace, _ = reader.kept(job_id)
+    work = kept_work(kept_path(settings, job_id), workspace, frozenset())
+    if work.bundle is None:
+        raise ConfigError(f"no commits of {job_id} are kept", "see `pidispatch show`")
+    mirrors = Mirrors(settings.state_dir / "mirrors")
+    mirror = mirrors.of(job.kind, job.repo)
+    if not (mirror.path.exists() and mirror.has(work.base)):
+        mirror = mirrors.restore(Remote.of(_served(settings, job), job.repo), job, work)
+    return check_bundle(mirror, work.bundle, work.base)
+
+
+def _served(settings: Settings, job: Job) -> Forge:
+    forge = forges_of(settings).get(job.kind)
+    if forge is None:
+        variable = FORGES[job.kind].secret_variable
+        raise ConfigError(f"{job.kind} is not served", f"set {variable}")
+    return forge
 
 
 def _kept_text(folder: Path, name: str) -> str | None:
@@ -7615,7 +7724,7 @@ def judge(rules: Sequence[Rule], event: Event, own: str | None) -> Match | Drop:
     if isinstance(found, Drop):
         return found
     if event.actor is None:
-        return Drop("missing-sender-id")
+        return found if event.incomplete else Drop("missing-sender-id")
     return Drop("self") if event.actor.id == own else found
 
 
@@ -7710,6 +7819,8 @@ class Intake:
         found = judge(self.triggers.rules, event, self.own.get(event.forge))
         if isinstance(found, Drop):
             return self._ignored(found.reason)
+        if event.incomplete:
+            return self._park(delivery, found)
         word = self.forges[event.forge].authority(event)
         if word == "denied":
             return self._ignored("not-allowed")
@@ -7863,6 +7974,13 @@ class Inbox:
         if forge is None:
             raise InfraError(f"{event.forge} is not served any more")
         own = self._learn(forge)
+        if event.incomplete:  # no rule could be told apart before
+            event = forge.complete(event)
+            delivery = msgspec.structs.replace(delivery, event=event)
+            found = judge(self.intake.triggers.rules, event, own)
+            if isinstance(found, Drop):
+                return found.reason
+            match = found
         if event.actor is None:
             return "missing-sender-id"
         if event.actor.id == own:
@@ -8454,6 +8572,167 @@ def json_or_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+# -- a set side by side -------------------------------------------------------
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a set; what is not known, or not yet, is null.
+
+    `seconds` is its time in the box, `model` its provider/model, `note` why it
+    has no change to show.
+    """
+
+    job: str
+    replica: int | None
+    replicas: int | None
+    state: str
+    reason: str | None
+    model: str | None = None
+    turns: int | None = None
+    tokens: int | None = None
+    cost: float | None = None
+    seconds: float | None = None
+    request: Request | None = None
+    change: Change | None = None
+    note: str | None = None
+
+
+class Between(msgspec.Struct, frozen=True):
+    """How the run `new` differs from its sibling `old`, by job ids."""
+
+    old: str
+    new: str
+    diff: Diff
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The runs of one delivery, unranked: a person picks."""
+
+    target: str
+    flow: str
+    runs: list[Compared]
+    between: list[Between]
+
+
+def compare_runs(settings: Settings, reader: Reader, job: str) -> Comparison:
+    """A job and its siblings, from the kept bundles. Raises `ConfigError`."""
+    run, _, siblings = reader.run(job)
+    rows = sorted([run, *siblings], key=lambda row: row.replica or 0)
+    with contextlib.ExitStack() as stack:
+        opened: dict[str, Quarantine] = {}
+        notes: dict[str, str] = {}
+        for row in rows:
+            try:
+                result = stack.enter_context(open_kept(settings, reader, row.id))
+                opened[row.id] = result
+            except PidispatchError as error:
+                notes[row.id] = error.message
+        runs = [
+            _compared(reader, row, opened.get(row.id), notes.get(row.id))
+            for row in rows
+        ]
+        pairs = itertools.combinations(opened, 2)
+        between = [Between(a, b, diff_between(opened[a], opened[b])) for a, b in pairs]
+    return Comparison(run.target, run.flow, runs, between)
+
+
+def _compared(
+    reader: Reader, row: RunRow, result: Quarantine | None, note: str | None
+) -> Compared:
+    _, record, _ = reader.run(row.id)
+    change = None
+    if result is not None:
+        _, workspace, _ = reader.kept(row.id)
+        change = change_of(result, _start_of(result, workspace))
+    return Compared(
+        job=row.id,
+        replica=row.replica,
+        replicas=row.replicas,
+        state=row.state,
+        reason=row.reason,
+        model=f"{record.provider}/{record.model}" if record else None,
+        turns=record.turns if record else None,
+        tokens=row.tokens,
+        cost=record.tokens.cost if record and record.tokens else None,
+        seconds=seconds_of(record) if record else None,
+        request=row.request,
+        change=change,
+        note=note,
+    )
+
+
+def _start_of(result: Quarantine, workspace: Workspace) -> str:
+    """The base, or a request's head where the run built upon that."""
+    head = workspace.request_sha
+    if head and not result.call("merge-base", "--is-ancestor", head, result.tip).code:
+        return head
+    return workspace.base
+
+
+def seconds_of(record: Record) -> float | None:
+    from datetime import datetime
+
+    if record.startedAt is None:
+        return None
+    ended = datetime.fromisoformat(record.endedAt)
+    return (ended - datetime.fromisoformat(record.startedAt)).total_seconds()
+
+
+def _files(run: Compared) -> tuple[FileChange, ...]:
+    return run.change.files if run.change else ()
+
+
+#: The rows of the comparison: a name, and what it reads of a run.
+COMPARED: tuple[tuple[str, Callable[[Compared], object]], ...] = (
+    ("job", lambda run: run.job),
+    ("state", lambda run: run.state),
+    ("reason", lambda run: run.reason),
+    ("model", lambda run: run.model),
+    ("commits", lambda run: run.change and run.change.commits),
+    ("files", lambda run: run.change and len(_files(run))),
+    ("lines +", lambda run: run.change and sum(f.added or 0 for f in _files(run))),
+    ("lines -", lambda run: run.change and sum(f.removed or 0 for f in _files(run))),
+    ("tests touched", lambda run: run.change and sum(f.test for f in _files(run))),
+    ("turns", lambda run: run.turns),
+    ("tokens", lambda run: run.tokens),
+    ("cost, USD", lambda run: run.cost and f"{run.cost:.4f}"),
+    ("seconds", lambda run: run.seconds and f"{run.seconds:.1f}"),
+    ("request", lambda run: run.request and run.request.url),
+    ("note", lambda run: run.note),
+)
+
+
+def comparison_rows(found: Comparison) -> list[tuple[str, ...]]:
+    """A name and a cell for each run; a row that no run fills is left out."""
+    rows = [(name, [read(run) for run in found.runs]) for name, read in COMPARED]
+    return [
+        (name, *("-" if cell is None else str(cell) for cell in cells))
+        for name, cells in rows
+        if any(cell is not None for cell in cells)
+    ]
+
+
+def comparison_text(found: Comparison, diffs: str) -> str:
+    """The set as a table, then the diffs that `diffs` names (all, base, …)."""
+    badges = [replica_badge(run.replica, run.replicas) for run in found.runs]
+    lines = [f"{found.target} {found.flow}", ""]
+    lines.append(table(("", *badges), comparison_rows(found)))
+    if diffs in ("all", "base"):
+        for run, badge in zip(found.runs, badges, strict=True):
+            if run.change:
+                lines += _titled(f"{badge} against its base", run.change.diff)
+    if diffs in ("all", "siblings"):
+        for pair in found.between:
+            lines += _titled(f"from {pair.old} to {pair.new}", pair.diff)
+    return "\n".join(lines)
+
+
+def _titled(title: str, diff: Diff) -> list[str]:
+    shown = [plain_text(line.expandtabs(4)) for line in diff.text.splitlines()]
+    cut = [f"(cut after {DIFF_BYTES // 1024} KiB)"] if diff.truncated else []
+    return ["", f"== {title}", *(shown or ["no difference"]), *cut]
+
+
 # -- rules --------------------------------------------------------------------
 
 
@@ -8564,6 +8843,15 @@ SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
     "panel_token": "warn",
     "on_failure": "warn",
 }
+
+
+def in_force(rule: Rule, settings: Settings) -> Rule:
+    """The rule with what the settings say where it says nothing (PI_PUBLISH)."""
+    run = rule.run
+    if run.kind not in FORGES or run.publish or settings.publish == "host":
+        return rule
+    run = msgspec.structs.replace(run, publish=cast(Any, settings.publish))
+    return msgspec.structs.replace(rule, run=run)
 
 
 def rule_limits(rule: Rule) -> list[str]:
@@ -8869,6 +9157,27 @@ def _check_images(
     for tag in sorted({usual, *(r.run.image for r in rules if r.run.image)}):
         _check_image(engine, tag, tag in replicated, checks)
     _check_gate_image(engine, engine.settings.gate_image, checks)
+    agents = (in_force(rule, engine.settings).run for rule in rules)
+    for tag, kind in sorted(
+        {(run.image or usual, run.kind) for run in agents if run.publish == "agent"}
+    ):
+        _check_cli(engine, tag, kind, checks)
+
+
+def _check_cli(engine: DockerEngine, tag: str, kind: str, checks: list[Check]) -> None:
+    """With publish: agent the image must name the forge whose CLI it has."""
+    image = engine.image(tag)
+    if image is None:
+        return  # said already
+    found = f"publish: agent on {kind} with {tag}"
+    if kind in (image.forges or ()):
+        text = f"{found}: the box holds the forge's token"
+        fix = "see `pidispatch triggers show` for what that gives up"
+        checks.append(Check("job image", "warn", text, fix))
+    else:
+        text = f"{found}: its label {LABEL}forges does not name {kind}"
+        fix = f"pidispatch build-image --forges {kind}; such jobs are refused"
+        checks.append(Check("job image", "fail", text, fix))
 
 
 def _check_image(
@@ -9023,6 +9332,7 @@ OUTPUTS: Mapping[str, Any] = {
     "triggers try": Trial,
     "runs": list[Record],
     "show": RunDetail,
+    "compare": Comparison,
     "status": Status,
     "doctor": list[Check],
     "verify-image": list[Finding],
@@ -9303,13 +9613,15 @@ def triggers_list(file: Path | None, as_json: bool) -> None:
 @json_option
 def triggers_show(index: int, file: Path | None, as_json: bool) -> None:
     """One rule, its multiplier and what it trusts."""
-    path = triggers_path(load_settings(), file)
+    settings = load_settings()
+    path = triggers_path(settings, file)
     rules = read_triggers(path)
     if not 0 <= index < len(rules):
         raise ConfigError(
             f"{path} has no trigger {index}", f"it has {len(rules)}, counted from 0"
         )
-    emit(rules[index], lambda: rule_detail(rules[index]), as_json)
+    shown = in_force(rules[index], settings)
+    emit(rules[index], lambda: rule_detail(shown), as_json)
 
 
 @triggers.command("check")
@@ -9377,6 +9689,25 @@ def show(job: str, db: Path | None, as_json: bool) -> None:
     """One run, its record and request, its siblings by job id."""
     detail = RunDetail(*Reader(settings_of(db).db).run(job))
     emit(detail, lambda: run_detail(detail), as_json)
+
+
+@main.command()
+@click.argument("job")
+@click.option(
+    "--diff",
+    "diffs",
+    type=click.Choice(("siblings", "base", "all", "none")),
+    default="siblings",
+    show_default=True,
+    help="Which diffs to print.",
+)
+@db_option
+@json_option
+def compare(job: str, diffs: str, db: Path | None, as_json: bool) -> None:
+    """The runs of a set side by side, from what is kept of them. No ranking."""
+    settings = settings_of(db)
+    found = compare_runs(settings, Reader(settings.db), job)
+    emit(found, lambda: comparison_text(found, diffs), as_json)
 
 
 @main.command()

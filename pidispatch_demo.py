@@ -1980,6 +1980,7 @@ class FakeForge(FakeServer):
     What it holds is in ``data`` and the `Repo` objects; ``log`` has every request.
     A dialect names its routes, the paths of its API and of git, and its errors."""
 
+    kind: ClassVar[str]
     routes: ClassVar[Routes]
     api_prefixes: ClassVar[tuple[str, ...]]
     git_path: ClassVar[re.Pattern[str]]
@@ -2074,6 +2075,12 @@ class FakeForge(FakeServer):
         """An answer of the API with what the forge puts on every one."""
         return reply
 
+    def label(
+        self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """Put a label on an issue as ``login``; the delivery that tells of it."""
+        raise NotImplementedError
+
     def note(self, request: Request, reply: Reply) -> None:
         """Write the log line; a token appears by its name only."""
         token = self.data.tokens.get(self.credential(request))
@@ -2149,6 +2156,7 @@ class FakeForge(FakeServer):
 class FakeGitHub(FakeForge):
     """A GitHub: REST at the root and under /api/v3, git at /{owner}/{repo}.git."""
 
+    kind = "github"
     routes = GITHUB
     api_prefixes = ("/api/v3", "")
     git_path = re.compile(
@@ -2156,6 +2164,13 @@ class FakeGitHub(FakeForge):
         r"/(?P<operation>info/refs|git-upload-pack|git-receive-pack)"
     )
     realm = "GitHub"
+
+    def label(
+        self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issues`` delivery, action ``labeled``."""
+        payload = labeled_payload(repo, number, label, login)
+        return signed_delivery("issues", payload, secret, guid)
 
     def refused(self, refusal: Refused) -> Reply:
         """An error in GitHub's shape."""

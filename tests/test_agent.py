@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 from conftest import JOB_IMAGE
 from test_main_path import assert_refused_before_anything
-from world import KEY, TOKEN, World, bash, bridge_address, say, solve
+from world import KEY, SECRET, TOKEN, World, bash, bridge_address, say, solve
 from world import world as make_world
 
 import pidispatch
@@ -123,17 +123,16 @@ def agent_image(
 class ForgeCase(NamedTuple):
     """What differs for these tests from forge to forge.
 
-    `serve` makes a fake that does not listen yet; `settings` points a service at it.
     `publish` is what an agent runs: it pushes its branch, opens a request unless
     there is one, titled `$title`, and comments `$said` on the issue. `comment` only
-    comments `$said`, on `$number`. `$branch` and `$i` (the replica) are set.
+    comments `$said` on the request `$number`. `$branch` and `$i` (the replica) are
+    set. `remark` is the signed delivery of a maintainer's comment on a request.
     """
 
     kind: str
-    serve: Callable[..., demo.FakeGitHub]
-    settings: Callable[[str], dict[str, Any]]
     publish: str
     comment: str
+    remark: Callable[[demo.Repo, int, str], tuple[dict[str, str], bytes]]
 
 
 GH_COMMENT = (
@@ -146,15 +145,14 @@ test "$open" != "[]" || gh api repos/octo/spoon/pulls -f title="$title" \\
     -f head=$branch -f base=main -f body="Bent by hand." >/dev/null
 {GH_COMMENT}
 """
-FORGES = [
-    ForgeCase(
-        "github",
-        demo.FakeGitHub,
-        lambda url: {"github_api_url": f"{url}/api/v3"},
-        GH_PUBLISH,
-        GH_COMMENT,
-    ),
-]
+
+
+def gh_remark(repo: demo.Repo, number: int, text: str) -> tuple[dict[str, str], bytes]:
+    payload = demo.comment_payload(repo, number, text, "maintainer", "COLLABORATOR")
+    return demo.signed_delivery("issue_comment", payload, SECRET, "remark")
+
+
+FORGES = [ForgeCase("github", GH_PUBLISH, GH_COMMENT, gh_remark)]
 
 SET = """set -e; i=${PI_JOB_ID##*-r}; branch=$(git branch --show-current); number=7
 expected=$(git ls-remote origin refs/heads/$branch | cut -f1)
@@ -187,14 +185,17 @@ def opened(
     stack = []
 
     def make(app: demo.App | None = None, **settings: Any) -> World:
-        operator = demo.Token(TOKEN, "operator", name="operator")
-        address = bridge_address(docker_client)
-        forge = case.serve([operator], app=app, host=address, tls=authority.server)
-        context = make_world(tmp_path, docker_client, forge=forge)
+        host, tls = bridge_address(docker_client), authority.server
+
+        def serve(dialect: Any, tokens: list[demo.Token]) -> demo.FakeForge:
+            made: demo.FakeForge = dialect(tokens, app=app, host=host, tls=tls)
+            return made
+
+        context = make_world(tmp_path, docker_client, kind=case.kind, serve=serve)
         made = context.__enter__()
         stack.append((context, made))
         made.change(job_image=agent_image, gate_image=JOB_IMAGE)
-        made.change(**{**case.settings(forge.url), **settings})
+        made.change(**settings)
         made.repo.protect("main")
         return made
 
@@ -253,11 +254,13 @@ def test_two_replicas_push_and_open_requests_themselves_and_the_host_marks_them(
     assert len(logs) == 2
     assert not any(TOKEN.encode() in log for log in logs)
 
-    payload = demo.labeled_payload(world.repo, 7, "pi:urgent", "maintainer")
-    again = world.post("issues", payload, "one")
-    assert again == (200, {"status": "duplicate"})
-    payload["zen"] = "another body, of the same work"
-    assert world.post("issues", payload, "two") == (200, {"status": "coalesced"})
+    again = world.forge.label(world.repo, 7, "pi:urgent", "maintainer", SECRET, "one")
+    assert world.send(*again) == (200, {"status": "duplicate"})
+    caps = pidispatch.Caps.of(world.settings)
+    world.forge.label(world.repo, 7, "pi:other", "maintainer", SECRET, "not sent")
+    more = world.forge.label(world.repo, 7, "pi:urgent", "maintainer", SECRET, "two")
+    assert world.send(*more)[1]["status"] in ("coalesced", "pending")
+    world.wait_for(lambda: not world.store.status(caps, 0).pending)
     assert len(world.store.runs(9)) == 2
     assert world.nothing_left()
 
@@ -294,12 +297,15 @@ def test_a_plain_job_uses_the_request_that_is_open_and_leaves_no_trace_of_the_to
 
 # -- show 5: a request's head, shared ------------------------------------------------
 
-RACE = """
-git fetch -q origin topic; old=$(git rev-parse FETCH_HEAD)
+ENTER = """
+git fetch -q origin topic; git rev-parse FETCH_HEAD > /tmp/old
 git checkout -q --detach FETCH_HEAD
 echo "from replica $i" >> spoon.txt; git commit -qam "Replica $i"
-touch /tmp/ready; until [ -e /tmp/go ]; do sleep 0.05; done
-git push -q --force-with-lease=topic:$old origin HEAD:topic && pushed=0 || pushed=$?
+"""
+RACE = """
+until [ -e /tmp/go ]; do sleep 0.05; done
+pushed=0; lease=--force-with-lease=topic:$(cat /tmp/old)
+git push -q $lease origin HEAD:topic || pushed=$?
 said="replica $i of 2: push ended $pushed"
 """
 
@@ -316,21 +322,15 @@ def test_two_runs_race_on_one_request_and_the_loser_is_reported_not_lost(
     run = {"kind": case.kind, "flow": "fix-issue", "publish": "agent", "replicas": 2}
     world.rules({"on": {"type": "comment", "phrase": "@pi"}, "run": run})
     script = "\n".join((SET, f"number={pull.number}", RACE, case.comment))
-    world.model.set_scripts(solve(bash(script), say()))
+    world.model.set_scripts(solve(bash(SET + ENTER), bash(script), say()))
     world.start()
-    payload = demo.comment_payload(
-        world.repo, pull.number, "@pi fix it", "maintainer", "COLLABORATOR"
-    )
-    _, answer = world.post("issue_comment", payload)
-    jobs = answer["jobs"]
-    both = world.wait_for(lambda: len(c := world.containers()) == 2 and c)
-    for box in both:
-        world.wait_for(
-            lambda box=box: execute(docker_client, box, "test -e /tmp/ready")
-        )
+    world.send(*case.remark(world.repo, pull.number, "@pi fix it"))
+    world.wait_for(lambda: len(world.model.log) == 4, 90)  # both stand at the line
+    both = world.containers()
+    assert len(both) == 2
     for box in both:
         assert execute(docker_client, box, "touch /tmp/go")
-    runs = world.wait(jobs)
+    runs = world.wait(world.jobs_of("remark"))
     assert [run.state for run in runs] == ["completed"] * 2
     [won] = [run for run in runs if run.reason is None]
     [lost] = [run for run in runs if run.reason == "not-pushed"]

@@ -11,7 +11,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class World:
     """Everything of one test; `start` brings the service up, also again."""
 
     root: Path
-    forge: demo.FakeGitHub
+    forge: demo.FakeForge
     model: demo.FakeModel
     repo: demo.Repo
     settings: pidispatch.Settings
@@ -79,7 +79,7 @@ class World:
             if "on" in rule
             else {
                 "on": {"type": "label", "any": ["pi:urgent"]},
-                "run": {"kind": "github", "flow": "fix-issue", **rule},
+                "run": {"kind": self.forge.kind, "flow": "fix-issue", **rule},
             }
             for rule in rules
         ]
@@ -128,7 +128,7 @@ class World:
 
     def send(self, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, Any]]:
         assert self.service
-        url = f"http://127.0.0.1:{self.service.edge.port}/github"
+        url = f"http://127.0.0.1:{self.service.edge.port}/{self.forge.kind}"
         request = urllib.request.Request(url, body, headers)
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
@@ -140,10 +140,20 @@ class World:
         self, number: int = 7, guid: str | None = None, label: str = "pi:urgent"
     ) -> list[str]:
         """A maintainer labels an issue; the ids of the queued jobs."""
-        payload = demo.labeled_payload(self.repo, number, label, "maintainer")
-        status, answer = self.post("issues", payload, guid)
+        self.sent += 1
+        guid = guid or f"{self.name}-{self.sent}"
+        delivery = self.forge.label(
+            self.repo, number, label, "maintainer", SECRET, guid
+        )
+        status, answer = self.send(*delivery)
+        if (status, answer["status"]) == (202, "pending"):
+            return self.wait_for(lambda: self.jobs_of(guid))
         assert (status, answer["status"]) == (202, "queued"), answer
         return list(answer["jobs"])
+
+    def jobs_of(self, guid: str) -> list[str]:
+        """The ids of the jobs that a delivery became, in their order."""
+        return sorted(row.id for row in self.store.runs(100) if guid in row.id)
 
     # -- ends ----------------------------------------------------------------
 
@@ -208,19 +218,35 @@ class World:
         raise AssertionError(f"{what} stayed empty for {seconds} s")
 
 
+#: Each forge's fake, and the settings that lead to it.
+DIALECTS: dict[str, tuple[type[demo.FakeForge], Callable[[str], dict[str, Any]]]] = {
+    "github": (
+        demo.FakeGitHub,
+        lambda url: {
+            "webhook_secret": (SECRET,),
+            "github_pat": TOKEN,
+            "github_api_url": f"{url}/api/v3",
+        },
+    ),
+}
+
+
 @contextlib.contextmanager
 def world(
     root: Path,
     docker: Any = None,
     clock: Any = time.time,
-    forge: demo.FakeGitHub | None = None,
+    kind: str = "github",
+    serve: Any = None,
 ) -> Iterator[World]:
-    """A world; with `docker` (a low-level client) on the real engine.
+    """A world of one forge; with `docker` (a low-level client) on the real engine.
 
-    `forge` is one that does not listen yet, instead of the plain one."""
+    `serve` makes the fake from its dialect and tokens otherwise than by default."""
+    dialect, settings_of = DIALECTS[kind]
     with contextlib.ExitStack() as stack:
-        operator = demo.Token(TOKEN, "operator", name="operator")
-        forge = stack.enter_context(forge or demo.FakeGitHub([operator]))
+        tokens = [demo.Token(TOKEN, "operator", name="operator")]
+        made_forge = serve(dialect, tokens) if serve else dialect(tokens)
+        forge = stack.enter_context(made_forge)
         host = bridge_address(docker) if docker else "127.0.0.1"
         model = stack.enter_context(demo.FakeModel(solve(), key=KEY, host=host))
         repo = forge.create_repo(
@@ -229,7 +255,8 @@ def world(
             issues={7: {"title": "Bend it", "body": "The spoon is straight."}},
         )
         repo.add_collaborator("maintainer", "write")
-        made = World(root, forge, model, repo, _settings(root, forge, model), docker)
+        settings = _settings(root, model, settings_of(forge.url))
+        made = World(root, forge, model, repo, settings, docker)
         made.clock = clock
         made.rules({})
         stack.callback(made.stop)
@@ -237,7 +264,7 @@ def world(
 
 
 def _settings(
-    root: Path, forge: demo.FakeGitHub, model: demo.FakeModel
+    root: Path, model: demo.FakeModel, forge: dict[str, Any]
 ) -> pidispatch.Settings:
     row = {"id": "fake-1", "contextWindow": 200_000, "maxTokens": 8_000}
     row |= {"cost": {"input": 3, "output": 15, "cacheRead": 0.3, "cacheWrite": 3.75}}
@@ -255,11 +282,9 @@ def _settings(
         state_dir=root / "state",
         bind="127.0.0.1",
         port=0,
-        webhook_secret=(SECRET,),
-        github_pat=TOKEN,
-        github_api_url=f"{forge.url}/api/v3",
         provider="fake",
         model="fake-1",
         providers={"fake": provider},
         keys={"fake": KEY},
+        **forge,
     )

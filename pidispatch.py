@@ -6138,7 +6138,8 @@ class Work(msgspec.Struct, frozen=True):
 class Published(msgspec.Struct, frozen=True):
     """What stands on the forge: the branch's commit and its request, if any.
 
-    `faults` are those of AGENT_FAULTS that an agent left behind.
+    `faults` are those of AGENT_FAULTS that an agent left behind, or the reason why
+    nobody can tell.
     """
 
     tip: str | None = None
@@ -6201,7 +6202,10 @@ def review_agent(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Publis
     `InfraError`.
     """
     request = _agents_request(forge, job)
-    landed = _landed(forge, mirrors, job, work)
+    try:
+        landed = _landed(forge, mirrors, job, work)
+    except BundleRefused as refusal:  # nobody can say what of it was pushed
+        return Published(None, request, (refusal.reason,))
     faults = {
         "pushed-elsewhere": landed.strays > 0,
         "not-pushed": landed.missing > 0,

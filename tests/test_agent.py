@@ -386,6 +386,14 @@ def test_an_image_that_names_no_forge_is_refused(
     assert_refused_before_anything(world, world.label(), reason)
 
 
+def test_the_label_of_an_agents_image_is_no_lie(agent_image: str) -> None:
+    import verify_image
+
+    found = {each.name: each for each in verify_image.findings(agent_image)}
+    assert found["forges"].state == "ok"
+    assert not [each for each in found.values() if each.state == "lie"]
+
+
 # -- a run that fails, and one that is adopted ----------------------------------------
 
 

@@ -2224,3 +2224,15 @@ def test_on_a_request_the_work_belongs_on_its_head(
     assert bench.forge.comments[0].startswith("Replica 1 of 2.")
     assert "head of this pull request" in bench.forge.comments[0]
     assert bench.forge.titles == []
+
+
+def test_a_result_that_cannot_be_read_loses_no_request(bench: Bench) -> None:
+    job = make_job(1, 2)
+    work = pushed(bench, bench.work(job), f"{RESULT}/pi/issue-7-r1")
+    assert work.bundle
+    work.bundle.write_bytes(b"#!/bin/sh\n")
+    bench.forge.open_request("o/r", "pi/issue-7-r1", "main", "A fix", "")
+    found = review(bench, job, work)
+    assert found.request
+    assert found.request.title == "[r1/2] A fix"
+    assert pd.tell_faults(bench.forge, job, work, found) == "bundle-refused"

@@ -286,6 +286,8 @@ Outcome = Literal["completed", "policy", "failed"]
 #: The life of a job row. `starting` is entered by the transaction that reserves
 #: the caps; `publishing` means paid for, recorded, and not yet published.
 JOB_STATES = ("queued", "claimed", "starting", "running", "publishing", "done")
+#: Those of a job that can still be cancelled.
+OPEN_STATES = JOB_STATES[:4]
 DELIVERY_STATES = ("pending", "admitted")
 LEDGER_STATES = ("reserved", "kept", "released")
 
@@ -3554,10 +3556,12 @@ class Reader:
         answer: str = self._rows("PRAGMA quick_check(1)")[0][0]
         return answer
 
-    def runs(self, limit: int) -> list[RunRow]:
-        """Jobs, newest first, open ones included."""
-        sql = f"{_RUNS} ORDER BY jobs.seq DESC LIMIT ?"
-        return [_run_row(row) for row in self._rows(sql, limit)]
+    def runs(self, limit: int, before: str | None = None) -> list[RunRow]:
+        """Jobs, newest first, open ones included; older than the job `before`."""
+        sql = f"""{_RUNS} WHERE jobs.seq < coalesce(
+                  (SELECT seq FROM jobs WHERE id = ?), 9223372036854775807)
+                  ORDER BY jobs.seq DESC LIMIT ?"""
+        return [_run_row(row) for row in self._rows(sql, before, limit)]
 
     def records(self, limit: int) -> list[Record]:
         sql = "SELECT record FROM runs ORDER BY ended_at DESC, job_id LIMIT ?"
@@ -3597,7 +3601,11 @@ class Reader:
         return frozenset(row[0] for row in rows)
 
     def status(self, caps: Caps, now: float) -> Status:
-        states = self._rows("SELECT state, count(*) FROM jobs GROUP BY state")
+        # two counts, because each has an index of its own and the table is wide
+        unended = """SELECT state, count(*) FROM jobs WHERE state <> 'done'
+                     GROUP BY state"""
+        ended = "SELECT 'done', count(*) FROM jobs WHERE state = 'done'"
+        states = [row for row in (*self._rows(unended), *self._rows(ended)) if row[1]]
         beat = self._rows("SELECT at FROM flags WHERE name = 'heartbeat'")
         sql = "SELECT count(*) FROM deliveries WHERE state = 'pending'"
         return Status(
@@ -3652,7 +3660,36 @@ def _run_row(row: sqlite3.Row) -> RunRow:
     )
 
 
-class Store(Reader):
+class Controls(Reader):
+    """What a person may ask of the queue, from any process that can write."""
+
+    clock: Clock
+
+    def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `do` in a transaction of its own or of a group."""
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        self._write(lambda db: _set_flag(db, "paused", "1", self.clock()))
+
+    def resume(self) -> None:
+        self._write(lambda db: _set_flag(db, "paused", None, self.clock()))
+
+    def cancel(self, job: str) -> str:
+        """Ask for a job's end; returns the state it was found in.
+
+        A job that has ended is a ConfigError that says how.
+        """
+        run, _, _ = self.run(job)
+        if run.state not in OPEN_STATES:
+            why = f"{job} has already ended: {run.state}"
+            raise ConfigError(why, f"see `pidispatch show {job}`")
+        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
+        self._write(lambda db: db.execute(sql, (job,)))
+        return run.state
+
+
+class Store(Controls):
     """The queue. One instance a process; `writes` serialises its writers.
 
     Raises `ConfigError` for a file that is damaged or too new, `InfraError` when
@@ -3990,7 +4027,7 @@ class Store(Reader):
         self._write(lambda db: _forget(db, before))
 
 
-class Outside(Reader):
+class Outside(Controls):
     """What another process than the worker may change: one transaction each.
 
     It never checkpoints: SQLite below 3.51.3 may lose pages of the log when two
@@ -4017,25 +4054,6 @@ class Outside(Reader):
                 "see `pidispatch doctor`",
             ) from error
         return answer
-
-    def pause(self) -> None:
-        self._write(lambda db: _set_flag(db, "paused", "1", self.clock()))
-
-    def resume(self) -> None:
-        self._write(lambda db: _set_flag(db, "paused", None, self.clock()))
-
-    def cancel(self, job: str) -> str:
-        """Ask for a job's end; returns the state it was found in.
-
-        A job that has ended is a ConfigError that says how.
-        """
-        run, _, _ = self.run(job)
-        if run.state not in ("queued", "claimed", "starting", "running"):
-            why = f"{job} has already ended: {run.state}"
-            raise ConfigError(why, f"see `pidispatch show {job}`")
-        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
-        self._write(lambda db: db.execute(sql, (job,)))
-        return run.state
 
     def pushed(self, job: Job, tip: str) -> None:
         self._write(lambda db: _pushed(db, job, tip, self.clock()))
@@ -4174,15 +4192,18 @@ def _park(db: sqlite3.Connection, delivery: Delivery, pending: str) -> bool:
     return True
 
 
-_READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND not_before <= ?
-            AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused') LIMIT 1"""
+#: A cancelled job is taken at once, to be recorded, though nothing else starts.
+_READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND (cancel IS NOT NULL OR (
+            not_before <= ? AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
+            )) LIMIT 1"""
 
 
 def _claim(db: sqlite3.Connection, now: float) -> Claimed | None:
     sql = """UPDATE jobs SET state = 'claimed', claim = ?
-             WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
-                          AND not_before <= ? ORDER BY seq LIMIT 1)
-             AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
+             WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued' AND (
+                 cancel IS NOT NULL OR (not_before <= ? AND NOT EXISTS (
+                     SELECT 1 FROM flags WHERE name = 'paused')))
+                 ORDER BY seq LIMIT 1)
              RETURNING payload, claim, attempt, queued_at, deferrals"""
     rows = db.execute(sql, (random_hex(8), now)).fetchall()
     return _claimed_of(rows[0]) if rows else None
@@ -4546,6 +4567,8 @@ class Engine(Protocol):
 
     def sweep(self, keep: frozenset[str]) -> int: ...
 
+    def tail(self, job: str, lines: int) -> list[str]: ...
+
 
 def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
     """The gate's running totals, its forks, and whether the budget was spent.
@@ -4837,12 +4860,20 @@ class DockerEngine:
         )
         return str(made["Id"])
 
-    def log_lines(self, container: str, *, follow: bool) -> Iterator[str]:
-        """The stdout of a running box, line by line."""
+    def log_lines(
+        self, container: str, *, follow: bool, tail: int | None = None
+    ) -> Iterator[str]:
+        """The stdout of a running box, line by line; `tail` lines of it, or all."""
         import docker
 
         try:
-            stream = self.api.logs(container, stderr=False, stream=True, follow=follow)
+            stream = self.api.logs(
+                container,
+                stderr=False,
+                stream=True,
+                follow=follow,
+                tail="all" if tail is None else tail,
+            )
         except docker.errors.NotFound as error:
             raise InfraError(f"{container} is gone", "see `pidispatch show`") from error
         rest = b""
@@ -4851,6 +4882,14 @@ class DockerEngine:
             yield from (line.decode("utf-8", "replace") for line in lines)
         if rest:
             yield rest.decode("utf-8", "replace")
+
+    def tail(self, job: str, lines: int) -> list[str]:
+        """The newest lines of a running box, none when it is not there."""
+        container = container_name(job)
+        try:
+            return [*self.log_lines(container, follow=False, tail=lines)]
+        except InfraError:
+            return []
 
     def _subnet(self) -> IPv4Network:
         """The next /28 of PI_NETWORK_POOL; the engine says whether it is free."""
@@ -7743,8 +7782,10 @@ class Answer(NamedTuple):
 STATUS_WORDS = {
     200: "ok",
     202: "accepted",
+    303: "see-other",
     400: "malformed",
     401: "unauthorized",
+    403: "forbidden",
     404: "not-found",
     405: "method-not-allowed",
     408: "timeout",
@@ -8040,35 +8081,63 @@ _ONCE = re.compile(
     r"signature|token|delivery|event|^(content-(length|type)|transfer-encoding|"
     r"authorization|expect|host|webhook-id|webhook-timestamp|idempotency-key)$"
 )
-_MEDIA_TYPES = ("application/json", FORM_TYPE)
 
 
-class Edge:
-    """The public HTTP/1.1 receiver: http.server, with everything bounded."""
+class Asked(NamedTuple):
+    """One HTTP request: header names in lower case, the target as it came."""
 
-    def __init__(
-        self, intake: Intake, host: str, port: int, limits: EdgeLimits | None = None
-    ) -> None:
+    method: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Reply(NamedTuple):
+    """What goes back: a status, a body of that media type, more headers."""
+
+    status: int
+    body: bytes
+    media: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, answer: Answer) -> Reply:
+        return cls(answer.status, msgspec.json.encode(answer.payload))
+
+
+class HttpServer:
+    """An HTTP/1.1 server with everything bounded; a kind of it says what it serves.
+
+    `methods` names what a path takes (nothing: 404), `answer` answers one request
+    that came whole, `media_types` are the bodies it reads.
+    """
+
+    name: ClassVar[str]
+    media_types: ClassVar[tuple[str, ...]] = (FORM_TYPE,)
+    most: ClassVar[int] = 65_536
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def answer(self, asked: Asked) -> Reply:
+        raise NotImplementedError
+
+    def __init__(self, host: str, port: int, limits: EdgeLimits | None = None) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
-        self.intake = intake
         self.limits = limits or EdgeLimits()
-        #: Whose deliveries a path takes; the health check takes nobody's.
-        self.routes = {f"/{kind}": kind for kind in intake.forges} | {"/healthz": ""}
-        self.routes |= {f"{path}/": kind for path, kind in self.routes.items()}
-        if "github" in intake.forges:
-            self.routes["/"] = "github"
         self.larges = threading.BoundedSemaphore(self.limits.larges)
         self.closing = False
         #: Connections with nothing in progress, the longest idle first.
         self.idle: dict[socket.socket, None] = {}
         self._open: set[socket.socket] = set()
         self._slots = threading.Semaphore(self.limits.threads)
-        self.pool = ThreadPoolExecutor(self.limits.threads, "edge")
+        self.pool = ThreadPoolExecutor(self.limits.threads, self.name)
         self._server = _listen(self, host, port)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="edge", daemon=True
+            target=self._server.serve_forever, name=self.name, daemon=True
         )
 
     def start(self) -> None:
@@ -8108,6 +8177,37 @@ class Edge:
             self._slots.release()
 
 
+class Edge(HttpServer):
+    """The public receiver of deliveries."""
+
+    name = "edge"
+    media_types = ("application/json", FORM_TYPE)
+    most = MAX_BODY_BYTES
+
+    def __init__(
+        self, intake: Intake, host: str, port: int, limits: EdgeLimits | None = None
+    ) -> None:
+        self.intake = intake
+        #: Whose deliveries a path takes; the health check takes nobody's.
+        self.routes = {f"/{kind}": kind for kind in intake.forges} | {"/healthz": ""}
+        self.routes |= {f"{path}/": kind for path, kind in self.routes.items()}
+        if "github" in intake.forges:
+            self.routes["/"] = "github"
+        super().__init__(host, port, limits)
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        kind = self.routes.get(path)
+        if kind is None:
+            return ()
+        return ("POST",) if kind else ("GET",)
+
+    def answer(self, asked: Asked) -> Reply:
+        kind = self.routes[asked.path]
+        if not kind:
+            return Reply.of(Answer(200, {"status": "ok"}))
+        return Reply.of(self.intake.receive(kind, asked.headers, asked.body))
+
+
 def _hang_up(sock: socket.socket, how: int = 2) -> None:
     """Shut down receiving (0), sending (1) or both (2); it may be gone already."""
     with contextlib.suppress(OSError):
@@ -8121,7 +8221,7 @@ else:  # as slow to import as all else here: `_listen` puts it underneath
     BaseHTTPRequestHandler = object
 
 
-def _listen(edge: Edge, host: str, port: int) -> ThreadingTCPServer:
+def _listen(edge: HttpServer, host: str, port: int) -> ThreadingTCPServer:
     """The library's server, with threads that are kept, and what each holds open.
 
     HTTPServer itself would only add a look-up of the host's name.
@@ -8200,7 +8300,7 @@ class _Wire(io.RawIOBase):
 class _Conversation(BaseHTTPRequestHandler):
     """One connection: the library's loop, dispatch and answers, and a strict parse."""
 
-    edge: Edge
+    edge: HttpServer
     raw_requestline: bytes
     rfile: io.BufferedReader
     protocol_version = request_version = "HTTP/1.1"
@@ -8222,7 +8322,7 @@ class _Conversation(BaseHTTPRequestHandler):
                 self.wire.within(self.limits.head_seconds)
                 self.handle_one_request()
         except _Stop as stop:
-            self._send(_refusal(*stop.args))
+            self._send(Reply.of(_refusal(*stop.args)))
         finally:
             _hang_up(self.connection, 1)
         # closing at once would reset the connection, and take the answer away from
@@ -8262,7 +8362,7 @@ class _Conversation(BaseHTTPRequestHandler):
         line = self.raw_requestline.decode("latin-1")
         self._check_line(line)
         self.fields = self._headers()
-        _demand(self.kind is not None, 404)
+        _demand(self.methods, 404)
         asked = self.fields.get("connection", "").lower()
         self.close_connection = line.endswith("/1.0\r\n") or "close" in asked
         return True
@@ -8270,12 +8370,13 @@ class _Conversation(BaseHTTPRequestHandler):
     def _check_line(self, line: str) -> None:
         """Find the route, or the first fault in the fixed order."""
         self.command, _, rest = line.partition(" ")
-        self.kind = self.edge.routes.get(re.split("[ ?]", rest, maxsplit=1)[0])
-        self.allow = {None: "GET, POST", "": "GET"}.get(self.kind, "POST")
+        self.path, _, self.query = rest.partition(" ")[0].partition("?")
+        self.methods = self.edge.methods(self.path)
+        self.allow = ", ".join(self.methods or ("GET", "POST"))
         long = len(line) > self.limits.line
         _demand(_TOKEN.fullmatch(self.command), 400)
         _demand(_METHODS.fullmatch(self.command), 501)
-        _demand(self.command in self.allow, 405)
+        _demand(self.command in self.allow.split(", "), 405)
         _demand(_REQUEST_LINE.fullmatch(line), 414 if long else 400)
         _demand(" HTTP/1." in line, 505)
         _demand(not long, 414)
@@ -8300,7 +8401,7 @@ class _Conversation(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.fields.keys() & {"content-length", "transfer-encoding"}:
             self.close_connection = True  # a body that is not read
-        self._send(Answer(200, {"status": "ok"}))
+        self._send(self._answer(b""))
 
     def do_POST(self) -> None:
         length = self.fields.get("content-length", "")
@@ -8308,41 +8409,46 @@ class _Conversation(BaseHTTPRequestHandler):
         _demand("content-length" in self.fields, 411)
         _demand("transfer-encoding" not in self.fields, 411)
         _demand(re.fullmatch("[0-9]+", length), 400)
-        _demand(len(length) < 19 and int(length) <= MAX_BODY_BYTES, 413)
-        _demand(media in _MEDIA_TYPES, 415)
+        _demand(len(length) < 19 and int(length) <= self.edge.most, 413)
+        _demand(media in self.edge.media_types, 415)
         self.wire.within(self.limits.body_seconds)
         with contextlib.ExitStack() as held:
             if int(length) > self.limits.large:
                 free = self.edge.larges.acquire(timeout=self.limits.body_seconds)
                 _demand(free, 503)
                 held.callback(self.edge.larges.release)
-            self._send(self._deliver(int(length)))
+            self._send(self._answer(self._body(int(length))))
 
-    def _deliver(self, length: int) -> Answer:
+    def _body(self, length: int) -> bytes:
         if "expect" in self.fields:
             self.handle_expect_100()
             self.wfile.flush()
         body = self.rfile.read(length)
         _demand(len(body) == length, 400)
-        assert self.kind
-        try:
-            return self.edge.intake.receive(self.kind, self.fields, body)
-        except Exception as error:
-            log_event("delivery-failed", logging.ERROR, forge=self.kind, error=error)
-            return _refusal(503)
+        return body
 
-    def _send(self, answer: Answer) -> None:
-        body = msgspec.json.encode(answer.payload)
+    def _answer(self, body: bytes) -> Reply:
+        asked = Asked(self.command, self.path, self.query, self.fields, body)
+        try:
+            return self.edge.answer(asked)
+        except Exception as error:
+            name = f"{self.edge.name}-request-failed"
+            log_event(name, logging.ERROR, path=self.path, error=error)
+            return Reply.of(_refusal(503))
+
+    def _send(self, answer: Reply) -> None:
         self.close_connection |= answer.status >= 400 or self.edge.closing
         self.send_response_only(answer.status, STATUS_WORDS[answer.status])
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", answer.media)
+        self.send_header("Content-Length", str(len(answer.body)))
         if self.close_connection:
             self.send_header("Connection", "close")
         if answer.status == 405:
             self.send_header("Allow", self.allow)
+        for name, value in answer.headers:
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(answer.body)
         self.connection.settimeout(self.limits.send_seconds)
         self.wfile.flush()
 
@@ -8416,70 +8522,6 @@ def set_up_logging(settings: Settings) -> None:
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
     log.propagate = False
-
-
-class Service:
-    """A running pidispatch: the receiver, the workers, or both on one file."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        triggers: Path,
-        *,
-        engine: Engine | None = None,
-        clock: Clock = time.time,
-    ) -> None:
-        self.settings = settings
-        self.forges = forges_of(settings)
-        self.triggers = TriggersFile(triggers, frozenset(self.forges))
-        self.store = Store(settings.db, clock)
-        self.engine = engine or DockerEngine(settings, self.store.instance())
-        dispatcher = Dispatcher(
-            settings, self.store, self.engine, self.forges, clock=clock
-        )
-        self.workers = Workers(dispatcher, self.store, settings.concurrency)
-        self.intake = Intake(
-            forges=self.forges,
-            triggers=self.triggers,
-            store=self.store,
-            hourly=settings.target_hourly,
-            clock=clock,
-        )
-        self.inbox = Inbox(self.intake)
-        self.edge = _receiver(self.intake, settings)
-        self._works = False
-
-    def start(self, *, worker: bool = True) -> None:
-        if worker:
-            self.workers.start()
-            self._works = True
-        else:
-            self.store.never_checkpoint()
-        self.triggers.watch(
-            lambda problem: self.store.set_flag("triggers-problem", problem)
-        )
-        self.inbox.start()
-        self.edge.start()
-        log_event("serving", port=self.edge.port)
-
-    def stop(self, *, end_jobs: bool = False) -> None:
-        self.edge.stop()
-        self.inbox.stop()
-        self.triggers.stop()
-        if self._works:
-            self.workers.stop(end_jobs=end_jobs)
-        self.store.close()
-
-
-def _receiver(intake: Intake, settings: Settings) -> Edge:
-    """The receiver. Raises `ConfigError` when its address cannot be had."""
-    try:
-        return Edge(intake, settings.bind, settings.port)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {settings.bind}:{settings.port}: {error.strerror}",
-            "set PI_BIND and PI_PORT to an address of this machine that is free",
-        ) from error
 
 
 # -- tables -------------------------------------------------------------------
@@ -8842,9 +8884,6 @@ SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
     "soft_hold_pct": "fail",
     "daily_token_cap": "fail",
     "sessions_dir": "warn",
-    "panel_bind": "warn",
-    "panel_port": "warn",
-    "panel_token": "warn",
     "on_failure": "warn",
 }
 
@@ -9432,6 +9471,437 @@ def build_image(
                 yield line["stream"].rstrip()
 
 
+# -- the panel ----------------------------------------------------------------
+
+#: Rows of a list, and lines of a log, that one page shows.
+PANEL_ROWS = 50
+PANEL_LINES = 200
+#: Bytes of a kept log that are read for its last lines.
+PANEL_LOG_BYTES = 64 * 1024
+_MEDIA = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_JOB_ID = "[A-Za-z0-9._-]{1,128}"
+#: Nothing but its own stylesheet, script and forms (CSP level 3).
+_PANEL_HEADERS = (
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; "
+        "frame-ancestors 'none'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "DENY"),
+    # not "no-referrer": it would make the Origin of our own forms "null"
+    ("Referrer-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+)
+
+
+class Meter(msgspec.Struct, frozen=True):
+    """What of a cap is used; `cap` is None when there is none."""
+
+    name: str
+    used: int
+    cap: int | None
+
+    @property
+    def share(self) -> int:
+        """Percent of the cap, at most 100."""
+        return min(100, 100 * self.used // self.cap) if self.cap else 0
+
+
+def meters_of(status: Status) -> list[Meter]:
+    return [Meter("jobs today", status.used, status.daily_cap)]
+
+
+@functools.cache
+def _pages() -> Any:
+    """The environment of the panel's pages; every value is escaped on its way."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def shown(value: object) -> object:
+        return value if isinstance(value, Markup) else plain_text(value)
+
+    environment = Environment(
+        loader=FileSystemLoader(str(resource("templates", "panel"))),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+        finalize=shown,
+    )
+    environment.filters |= {"iso": iso, "link": _web_link, "diff": _diff_lines}
+    environment.globals |= {"badge": replica_badge, "when": rule_when}
+    return environment
+
+
+def _web_link(url: str) -> str | None:
+    """An address that may be followed: a forge's answer could name a script."""
+    return url if re.match(r"https?://", url) else None
+
+
+#: What a line of a diff is, by how it begins.
+_DIFF_KINDS = (
+    ("diff ", "file"),
+    ("+++", "file"),
+    ("---", "file"),
+    ("@@", "hunk"),
+    ("+", "add"),
+    ("-", "del"),
+)
+
+
+def _diff_lines(diff: Diff) -> Iterator[tuple[str, str]]:
+    """Each line with its kind."""
+    for line in diff.text.splitlines():
+        kind = next((kind for start, kind in _DIFF_KINDS if line.startswith(start)), "")
+        yield kind, line.expandtabs(4)
+
+
+class Panel(HttpServer):
+    """The pages for the operator: what runs, what it cost, how to stop it.
+
+    Nothing on it edits triggers. Raises `ConfigError` when it would be open to
+    more than this machine without a token.
+    """
+
+    name = "panel"
+
+    def __init__(
+        self, settings: Settings, store: Store, triggers: TriggersFile, engine: Engine
+    ) -> None:
+        from ipaddress import ip_address
+
+        self.settings, self.store = settings, store
+        self.triggers, self.engine = triggers, engine
+        self.csrf = random_hex(16)
+        host = settings.panel_bind
+        with contextlib.suppress(ValueError):
+            host = host if not ip_address(host).is_loopback else "localhost"
+        if host != "localhost" and not settings.panel_token:
+            raise ConfigError(
+                f"the panel would be open on {settings.panel_bind} to anyone",
+                "set PANEL_TOKEN, or leave PI_PANEL_BIND at 127.0.0.1",
+            )
+        self._guessing = threading.Lock()
+        self._compared: dict[str, tuple[object, Comparison]] = {}
+        bounds = EdgeLimits(threads=32)
+        super().__init__(settings.panel_bind, settings.panel_port, bounds)
+
+    # --- who may
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        page = any(re.fullmatch(pattern, path) for pattern, _ in PAGES)
+        action = any(re.fullmatch(pattern, path) for pattern, _ in ACTIONS)
+        return ("GET",) * (page or not action) + ("POST",) * action
+
+    def answer(self, asked: Asked) -> Reply:
+        """A page, what an action leads to, or why not. Every answer is guarded."""
+        try:
+            made = self._checked(asked)
+        except ConfigError as error:
+            made = self.page("problem", 404, error=error)
+        except InfraError as error:
+            made = self.page("problem", 503, error=error)
+        return made._replace(headers=(*made.headers, *_PANEL_HEADERS))
+
+    def _checked(self, asked: Asked) -> Reply:
+        if not self._host_is_ours(asked.headers):
+            # else a name of another's choice could lead a browser to our address
+            return Reply.of(_refusal(403))
+        if asked.method == "POST" and not self._is_ours(asked):
+            return Reply.of(_refusal(403))
+        open_to_all = asked.path == "/login" or asked.path.startswith("/static/")
+        if not open_to_all and not self._known(asked.headers):
+            return _see("/login")
+        return self._routed(asked, PAGES if asked.method == "GET" else ACTIONS)
+
+    def _host_is_ours(self, headers: Mapping[str, str]) -> bool:
+        """A panel with a token may have any name: its cookie goes to that alone."""
+        host = headers.get("host", "")
+        name = re.sub(r":[0-9]+$", "", host).lower()
+        return name in _LOOPBACK_NAMES or bool(host and self.settings.panel_token)
+
+    def _is_ours(self, asked: Asked) -> bool:
+        """Whether an action comes from a page of ours, and by a person there."""
+        import hmac
+
+        host = asked.headers.get("host", "")
+        origin = asked.headers.get("origin", "")
+        token = _form(asked.body).get("csrf", "").encode()
+        same = origin in (f"http://{host}", f"https://{host}")
+        return same and hmac.compare_digest(token, self.csrf.encode())
+
+    def _known(self, headers: Mapping[str, str]) -> bool:
+        import hmac
+
+        if not self.settings.panel_token:
+            return True
+        cookies = re.split("; *", headers.get("cookie", ""))
+        given = dict(cookie.partition("=")[::2] for cookie in cookies)
+        return hmac.compare_digest(
+            given.get("pidispatch", "").encode(), self._ticket().encode()
+        )
+
+    def _ticket(self) -> str:
+        """What the cookie holds: proof of the token, and not the token."""
+        import hmac
+
+        key = (self.settings.panel_token or "").encode()
+        return hmac.digest(key, b"the panel of pidispatch", "sha256").hex()
+
+    def _routed(
+        self, asked: Asked, table: Sequence[tuple[str, Callable[..., Reply]]]
+    ) -> Reply:
+        for pattern, function in table:
+            if found := re.fullmatch(pattern, asked.path):
+                return function(self, asked, *found.groups())
+        raise ConfigError("there is no such page", "start from the home page")
+
+    # --- pages
+
+    def page(self, name: str, code: int = 200, **values: Any) -> Reply:
+        """One template of templates/panel with what every page shows."""
+        text = (
+            _pages()
+            .get_template(f"{name}.html.j2")
+            .render(
+                csrf=self.csrf,
+                version=__version__,
+                paused=self.store.flag("paused") is not None,
+                locked=bool(self.settings.panel_token),
+                open_egress=not self.settings.isolated,
+                **values,
+            )
+        )
+        return Reply(code, text.encode(), "text/html; charset=utf-8")
+
+    def home(self, _: Asked) -> Reply:
+        status = self.store.status(Caps.of(self.settings), self.store.clock())
+        recent = self.store.runs(200)
+        return self.page(
+            "home",
+            status=status,
+            meters=meters_of(status),
+            rules=self.triggers.rules,
+            open_runs=[run for run in recent if run.state in OPEN_STATES],
+            failed=[run for run in recent if run.state in ("failed", "policy")][:10],
+            runs=recent[:20],
+            now=self.store.clock(),
+        )
+
+    def rules(self, _: Asked) -> Reply:
+        return self.page(
+            "triggers", rules=self.triggers.rules, problem=self.triggers.problem
+        )
+
+    def rule(self, _: Asked, index: str) -> Reply:
+        rules = self.triggers.rules
+        if int(index) >= len(rules):
+            raise ConfigError(f"no trigger {index}", "see the list of triggers")
+        rule = in_force(rules[int(index)], self.settings)
+        facts = [line.partition(": ")[::2] for line in rule_detail(rule).split("\n")]
+        return self.page("trigger", rule=rule, facts=facts[1:])
+
+    def run_list(self, asked: Asked) -> Reply:
+        before = _form(asked.query.encode()).get("before")
+        runs = self.store.runs(PANEL_ROWS + 1, before)
+        older = runs[PANEL_ROWS - 1].id if len(runs) > PANEL_ROWS else None
+        return self.page("runs", runs=runs[:PANEL_ROWS], older=older, before=before)
+
+    def run(self, _: Asked, job: str) -> Reply:
+        run, record, siblings = self.store.run(job)
+        fields = msgspec.to_builtins(record) if record else {}
+        facts = [(name, json_or_text(value)) for name, value in fields.items()]
+        return self.page(
+            "run",
+            run=run,
+            facts=[(name, "-" if value == "null" else value) for name, value in facts],
+            siblings=siblings,
+            log=self._log(run),
+            is_open=run.state in OPEN_STATES,
+        )
+
+    def _log(self, run: RunRow) -> list[str]:
+        if run.state in ("starting", "running"):
+            return self.engine.tail(run.id, PANEL_LINES)
+        kept = self.settings.state_dir / "logs" / f"{container_name(run.id)}.log"
+        if not kept.is_file():
+            return []
+        with kept.open("rb") as log_file:
+            log_file.seek(max(0, kept.stat().st_size - PANEL_LOG_BYTES))
+            lines = log_file.read().decode("utf-8", "replace").splitlines()
+        return lines[-PANEL_LINES:]
+
+    def comparison(self, _: Asked, job: str) -> Reply:
+        """Compared anew only when a run of the set has come to another end."""
+        run, _record, siblings = self.store.run(job)
+        rows = [run, *siblings]
+        key = tuple(sorted((row.id, row.state, row.at, row.request) for row in rows))
+        seen = self._compared.get(run.set)
+        if seen is None or seen[0] != key:
+            seen = (key, compare_runs(self.settings, self.store, job))
+            self._compared = {run.set: seen}
+        found = seen[1]
+        return self.page(
+            "compare", found=found, rows=comparison_rows(found), job=run.id
+        )
+
+    def asset(self, _: Asked, name: str) -> Reply:
+        body = resource("templates", "panel", name).read_bytes()
+        return Reply(200, body, f"{_MEDIA[name.rpartition('.')[2]]}; charset=utf-8")
+
+    # --- actions
+
+    def pause(self, _: Asked) -> Reply:
+        self.store.pause()
+        return _see("/")
+
+    def resume(self, _: Asked) -> Reply:
+        self.store.resume()
+        self.store.work.set()
+        return _see("/")
+
+    def cancel(self, _: Asked, job: str) -> Reply:
+        self.store.cancel(job)
+        self.store.work.set()
+        return _see(f"/runs/{job}")
+
+    def log_in_page(self, _: Asked) -> Reply:
+        return self.page("login", wrong=False)
+
+    def log_in(self, asked: Asked) -> Reply:
+        import hmac
+
+        given = _form(asked.body).get("token", "").encode()
+        token = (self.settings.panel_token or "").encode()
+        if not token or not hmac.compare_digest(given, token):
+            with self._guessing:  # one wrong guess at a time, and slowly
+                time.sleep(0.2)
+            return self.page("login", 403, wrong=True)
+        cookie = f"pidispatch={self._ticket()}; HttpOnly; SameSite=Strict; Path=/"
+        return _see("/", ("Set-Cookie", cookie))
+
+    def log_out(self, _: Asked) -> Reply:
+        gone = "pidispatch=; Max-Age=0; HttpOnly; SameSite=Strict; Path=/"
+        return _see("/login", ("Set-Cookie", gone))
+
+
+def _see(path: str, *headers: tuple[str, str]) -> Reply:
+    return Reply(303, b"", headers=(("Location", path), *headers))
+
+
+def _form(form: bytes) -> dict[str, str]:
+    from urllib.parse import parse_qsl
+
+    return dict(parse_qsl(form.decode("utf-8", "replace"), max_num_fields=16))
+
+
+PAGES: tuple[tuple[str, Callable[..., Reply]], ...] = (
+    ("/", Panel.home),
+    ("/triggers", Panel.rules),
+    ("/triggers/([0-9]{1,6})", Panel.rule),
+    ("/runs", Panel.run_list),
+    (f"/runs/({_JOB_ID})", Panel.run),
+    (f"/compare/({_JOB_ID})", Panel.comparison),
+    ("/login", Panel.log_in_page),
+    (r"/static/(panel\.(?:css|js|svg))", Panel.asset),
+)
+
+ACTIONS: tuple[tuple[str, Callable[..., Reply]], ...] = (
+    ("/pause", Panel.pause),
+    ("/resume", Panel.resume),
+    (f"/runs/({_JOB_ID})/cancel", Panel.cancel),
+    ("/login", Panel.log_in),
+    ("/logout", Panel.log_out),
+)
+
+
+# -- the service --------------------------------------------------------------
+
+
+class Service:
+    """A running pidispatch: the receiver, the workers, or both on one file."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        triggers: Path,
+        *,
+        engine: Engine | None = None,
+        clock: Clock = time.time,
+    ) -> None:
+        self.settings = settings
+        self.forges = forges_of(settings)
+        self.triggers = TriggersFile(triggers, frozenset(self.forges))
+        self.store = Store(settings.db, clock)
+        self.engine = engine or DockerEngine(settings, self.store.instance())
+        dispatcher = Dispatcher(
+            settings, self.store, self.engine, self.forges, clock=clock
+        )
+        self.workers = Workers(dispatcher, self.store, settings.concurrency)
+        self.intake = Intake(
+            forges=self.forges,
+            triggers=self.triggers,
+            store=self.store,
+            hourly=settings.target_hourly,
+            clock=clock,
+        )
+        self.inbox = Inbox(self.intake)
+        self.edge = _receiver(self.intake, settings)
+        self.panel = _panel(settings, self.store, self.triggers, self.engine)
+        self._works = False
+
+    def start(self, *, worker: bool = True) -> None:
+        if worker:
+            self.workers.start()
+            self._works = True
+        else:
+            self.store.never_checkpoint()
+        self.triggers.watch(
+            lambda problem: self.store.set_flag("triggers-problem", problem)
+        )
+        self.inbox.start()
+        self.edge.start()
+        self.panel.start()
+        log_event("serving", port=self.edge.port, panel=self.panel.port)
+
+    def stop(self, *, end_jobs: bool = False) -> None:
+        self.edge.stop()
+        self.panel.stop(patience=1.0)
+        self.inbox.stop()
+        self.triggers.stop()
+        if self._works:
+            self.workers.stop(end_jobs=end_jobs)
+        self.store.close()
+
+
+def _receiver(intake: Intake, settings: Settings) -> Edge:
+    """The receiver. Raises `ConfigError` when its address cannot be had."""
+    try:
+        return Edge(intake, settings.bind, settings.port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {settings.bind}:{settings.port}: {error.strerror}",
+            "set PI_BIND and PI_PORT to an address of this machine that is free",
+        ) from error
+
+
+def _panel(
+    settings: Settings, store: Store, triggers: TriggersFile, engine: Engine
+) -> Panel:
+    """The panel. Raises `ConfigError` when its address cannot be had."""
+    try:
+        return Panel(settings, store, triggers, engine)
+    except OSError as error:
+        raise ConfigError(
+            f"the panel cannot listen on {settings.panel_bind}:{settings.panel_port}: "
+            f"{error.strerror}",
+            "set PI_PANEL_BIND and PI_PANEL_PORT to an address that is free",
+        ) from error
+
+
 # =============================================================================
 # cli
 #
@@ -9513,6 +9983,7 @@ def serve(
         log_event("not-in-this-version", logging.WARNING, what=limit.found)
     service.start(worker=not no_worker)
     click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
+    click.echo(f"panel on http://{settings.panel_bind}:{service.panel.port}/", err=True)
     wait_for_signal()
     service.stop(end_jobs=stop_jobs)
 

@@ -3349,6 +3349,11 @@ class ProcessEngine:
     def sweep(self, keep: frozenset[str]) -> int:
         return 0
 
+    def tail(self, job: str, lines: int) -> list[str]:
+        logs = sorted(self.root.glob(f"{job}.*/runner.log"))
+        text = logs[-1].read_text("utf-8", "replace") if logs else ""
+        return text.splitlines()[-lines:]
+
 
 def pidispatch_module() -> Any:
     """The tool itself, imported late: the fakes also run where it is not installed."""
@@ -3408,6 +3413,7 @@ def _demo_settings(module: Any, root: Path, forge: FakeGitHub) -> Any:
         gate_image=image,
         bind="127.0.0.1",
         port=0,
+        panel_port=0,
         webhook_secret=(_DEMO_SECRET,),
         github_pat=_DEMO_TOKEN,
         github_api_url=f"{forge.url}/api/v3",

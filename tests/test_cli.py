@@ -178,7 +178,18 @@ MISTAKES: list[tuple[str, dict[str, str], int, str]] = [
     ("serve --db dir", {"WEBHOOK_SECRET": "s"}, 2, "cannot be opened"),
     ("serve --db garbage", {"WEBHOOK_SECRET": "s"}, 2, "cannot be opened"),
     ("serve", {"WEBHOOK_SECRET": "s", "PI_BIND": "192.0.2.1"}, 2, "cannot listen"),
-    ("serve", {"WEBHOOK_SECRET": "s", "PI_PORT": "0"}, 1, "start the Docker Engine"),
+    (
+        "serve",
+        {"WEBHOOK_SECRET": "s", "PI_PORT": "0", "PI_PANEL_BIND": "0.0.0.0"},
+        2,
+        "set PANEL_TOKEN",
+    ),
+    (
+        "serve",
+        {"WEBHOOK_SECRET": "s", "PI_PORT": "0", "PI_PANEL_PORT": "0"},
+        1,
+        "start the Docker Engine",
+    ),
     # the engine
     ("verify-image pi-job", {}, 1, "start the Docker Engine"),
     ("verify-image pi-job", {"DOCKER_HOST": "tcp://h:99999"}, 1, "DOCKER_HOST"),
@@ -300,6 +311,7 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         "WEBHOOK_SECRET": "canary-secret",
         "PI_BIND": "127.0.0.1",
         "PI_PORT": "0",
+        "PI_PANEL_PORT": "0",
         "PI_DAILY_TOKEN_CAP": "1000",
     }
     argv = [sys.executable, str(ROOT / "pidispatch.py"), "serve", "--no-worker"]
@@ -781,7 +793,7 @@ FAULTS: list[tuple[str, dict[str, str | None], str]] = [
     ("few slots", {"PI_CONCURRENCY": "1"}, "⚠ concurrency: PI_CONCURRENCY=1 is below"),
     ("small cap", {"PI_DAILY_CAP": "1"}, "✗ caps: PI_DAILY_CAP=1 cannot hold a set"),
     ("void cap", {"PI_DAILY_TOKEN_CAP": "9"}, "✗ settings: PI_DAILY_TOKEN_CAP has no"),
-    ("void setting", {"PI_PANEL_PORT": "9"}, "⚠ settings: PI_PANEL_PORT has no effect"),
+    ("void setting", {"PI_ON_FAILURE": "x"}, "⚠ settings: PI_ON_FAILURE has no effect"),
     ("bad setting", {"PI_PORT": "x"}, '✗ settings: settings: PI_PORT="x"'),
     ("bad database", {"PI_DB": "triggers.json"}, "✗ store: triggers.json: the data"),
     ("open secrets", {}, "⚠ modes: .env can be read by others"),

@@ -282,6 +282,7 @@ def _settings(
         state_dir=root / "state",
         bind="127.0.0.1",
         port=0,
+        panel_port=0,
         provider="fake",
         model="fake-1",
         providers={"fake": provider},

@@ -12,13 +12,14 @@ The map, bottom-up; a section uses only what stands above it:
     settings     one typed object from the environment, .env and the overlay
     identity     job ids, keys, branches, container names; pure functions
     triggers     typed rules, refusals, JSON Schema, matching an event
+    limits       typed scope caps and pause windows, refusals, JSON Schema
     forges       verify, parse, who asks, comment, review request; one class each
     store        all SQL, one writer
     prompts      the Jinja environment; prompt, HARD_RULES, comments
     box          Docker: network, gate, container, wait, stop, reap
     publish      host-side git: mirrors, packs, bundles, pushes, requests
     dispatch     the ladder before spending; one job from claim to record
-    intake       the HTTP edge, the inbox, the triggers watcher
+    intake       the HTTP edge, the inbox, the watchers of rules and limits
     surfaces     tables, run detail, doctor
     cli          click commands: parsing and calling, nothing else
 """
@@ -46,6 +47,7 @@ from typing import (
     Any,
     BinaryIO,
     ClassVar,
+    Generic,
     Literal,
     NamedTuple,
     Protocol,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     import socket
     import sqlite3
     import subprocess
+    from datetime import date
     from ipaddress import IPv4Network
 
     import docker
@@ -625,7 +628,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "The rules; `serve` falls back to ./triggers.json.",
     )
     limits_file: Path | None = _setting(
-        "PI_LIMITS_FILE", _path, None, "Scope caps and pause windows."
+        "PI_LIMITS_FILE",
+        _path,
+        None,
+        "Scope caps and pause windows; `serve` falls back to ./limits.json, if there.",
     )
     settings_file: Path | None = _setting(
         "PI_SETTINGS_FILE", _path, None, "JSON overlay, read again before every job."
@@ -705,10 +711,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "PI_MONTHLY_CAP", _integer(1), None, "Jobs a month."
     )
     soft_hold_pct: int | None = _setting(
-        "PI_SOFT_HOLD_PCT", _integer(1), None, "Hold new jobs at this share of a cap."
+        "PI_SOFT_HOLD_PCT",
+        _integer(1, 99),
+        None,
+        "Refuse new jobs from this share of a job cap on, in percent.",
     )
     daily_token_cap: int | None = _setting(
-        "PI_DAILY_TOKEN_CAP", _integer(1), None, "Tokens a day."
+        "PI_DAILY_TOKEN_CAP",
+        _integer(1),
+        None,
+        "Tokens a day; a job that starts reserves its PI_MAX_TOKENS.",
     )
     timezone: str = _setting("PI_TIMEZONE", _zone, "UTC", "Zone of the caps' windows.")
     target_hourly: int = _setting(
@@ -1686,11 +1698,15 @@ def _finite(number: float) -> bool:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """A value of the file, its path, and the list that its faults go to."""
+    """A value of the file, its path, and the list that its faults go to.
+
+    `strange` says what is told of a key that does not belong there.
+    """
 
     path: str
     value: Any
     faults: list[str]
+    strange: Callable[[str, Sequence[str], str], str]
 
     def at(self, *keys: str | int) -> _Place:
         """What stands below; its value is UNSET where nothing does."""
@@ -1701,7 +1717,7 @@ class _Place(msgspec.Struct, frozen=True):
                 value = value[key]
             except (KeyError, IndexError, TypeError):
                 value = msgspec.UNSET
-        return _Place(path, value, self.faults)
+        return _Place(path, value, self.faults, self.strange)
 
     def refuse(self, why: str) -> None:
         if isinstance(self.value, float) and not _finite(self.value):
@@ -1715,7 +1731,7 @@ class _Place(msgspec.Struct, frozen=True):
             return False
         for key in self.value:
             if key not in fields:
-                self.at(key).refuse(_unknown(key, tuple(fields), name))
+                self.at(key).refuse(self.strange(key, tuple(fields), name))
         return True
 
 
@@ -1723,14 +1739,25 @@ def _folded(name: str) -> str:
     return re.sub(r"[\W_]", "", name.casefold())
 
 
-def _unknown(key: str, fields: Sequence[str], name: str) -> str:
-    """What to say of a key that the object does not know."""
+def _nearest(key: str, words: Iterable[str]) -> str | None:
     import difflib
 
-    home = next((n for n, rows in (("on", _ON), ("run", _RUN)) if key in rows), None)
-    known = {_folded(word): word for word in (*_FOREIGN, *fields)}
+    known = {_folded(word): word for word in words}
     close = difflib.get_close_matches(_folded(key)[:64], known, 1, 0.65)
-    nearest = known[close[0]] if close else None
+    return known[close[0]] if close else None
+
+
+def _unknown(key: str, fields: Sequence[str], name: str) -> str:
+    """What to say of a key that the object does not know."""
+    nearest = _nearest(key, fields)
+    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(fields)}"
+    return f"is not a field of {name}; {hint}"
+
+
+def _unknown_of_rule(key: str, fields: Sequence[str], name: str) -> str:
+    """The same in a rule, where it may be at home elsewhere or in another system."""
+    home = next((n for n, rows in (("on", _ON), ("run", _RUN)) if key in rows), None)
+    nearest = _nearest(key, (*_FOREIGN, *fields))
     if home and key not in _FOREIGN:
         return f"is not a field of {name}; {key} belongs under `{home}`"
     if nearest in _FOREIGN and (key == nearest or nearest not in fields):
@@ -1738,8 +1765,7 @@ def _unknown(key: str, fields: Sequence[str], name: str) -> str:
             f"is the field {nearest} of the source system (pi-dispatch), which"
             f" pidispatch does not have: {_FOREIGN[nearest]}"
         )
-    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(fields)}"
-    return f"is not a field of {name}; {hint}"
+    return _unknown(key, fields, name)
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -1987,16 +2013,26 @@ def _entry(place: _Place) -> _Entry:
     return entry
 
 
+def _listed(root: _Place, key: str, what: str) -> list[_Place]:
+    """The items of an array of the file; refuses what is none."""
+    listed = root.at(key)
+    if not isinstance(listed.value, list):
+        listed.refuse(f"must be an array of {what}; [] is an empty one")
+        return []
+    return [listed.at(i) for i in range(len(listed.value))]
+
+
+def _check_reference(root: _Place) -> None:
+    reference = root.at("$schema")
+    if not isinstance(reference.value, str | msgspec.UnsetType):
+        reference.refuse("must be a string")
+
+
 def _entries(root: _Place) -> list[_Entry]:
     if not root.only(("$schema", "triggers"), "the file"):
         return []
-    listed, reference = root.at("triggers"), root.at("$schema")
-    if not isinstance(reference.value, str | msgspec.UnsetType):
-        reference.refuse("must be a string")
-    if not isinstance(listed.value, list):
-        listed.refuse("must be an array of rules; [] is an empty one")
-        return []
-    entries = [_entry(listed.at(i)) for i in range(len(listed.value))]
+    _check_reference(root)
+    entries = [_entry(place) for place in _listed(root, "triggers", "rules")]
     _refuse_twins(entries, "cron", lambda entry: entry.on.get("id"), "id")
     _refuse_twins(entries, "comment", lambda entry: entry.kind, "phrase")
     return entries
@@ -2028,7 +2064,7 @@ def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
     Faults of the file as a whole begin with their line and column.
     """
     faults: list[str] = []
-    root = _Place("", _parse(text, faults), faults)
+    root = _Place("", _parse(text, faults), faults, _unknown_of_rule)
     entries = _entries(root) if root.value is not msgspec.UNSET else []
     if faults:
         raise Faults(source, faults)
@@ -2059,13 +2095,16 @@ def triggers_schema() -> dict[str, Any]:
     rule = _as_object(
         {"on": _rows_schema(_ON), "run": _rows_schema(_RUN)}, ("on", "run")
     )
-    listed = {"type": "array", "items": rule}
+    return _file_schema("triggers", {"triggers": rule})
+
+
+def _file_schema(title: str, lists: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a file that is an object of arrays, by their items' schemas."""
+    arrays = {name: {"type": "array", "items": item} for name, item in lists.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "pidispatch triggers",
-        **_as_object(
-            {"$schema": {"type": "string"}, "triggers": listed}, ("triggers",)
-        ),
+        "title": f"pidispatch {title}",
+        **_as_object({"$schema": {"type": "string"}, **arrays}, tuple(lists)),
     }
 
 
@@ -2290,6 +2329,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """`owner/repo#7`, as records and logs name the target."""
         return target_name(self.kind, self.repo, self.target.type, self.target.number)
 
+    @property
+    def place(self) -> str:
+        """Where it works, as scopes of limits.json match it: one spelling a place."""
+        if self.kind == "local":
+            return f"local:{os.path.normpath(self.run.folder or '')}"
+        return f"{self.kind}:{self.repo.casefold()}"
+
     def without_text(self) -> Job:
         """What is kept of a job that can run no more: numbers, ids, fixed words."""
         return msgspec.structs.replace(
@@ -2348,6 +2394,303 @@ def _replica(plain: Job, event: Event, i: int, n: int) -> Job:
         replica=i,
         replicas=n,
     )
+
+
+# =============================================================================
+# limits
+#
+# What each scope may use, and when nothing of it may start: limits.json as typed
+# values, every refusal at load, its JSON Schema, and which pauses hold at a time.
+# Built on the rows and places of the section above; knows nothing of the queue.
+# =============================================================================
+
+Span = Literal["day", "week", "month"]
+SPANS: tuple[Span, ...] = ("day", "week", "month")
+_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+def scope_pattern(scope: str) -> str:
+    """A scope as a glob over `Job.place`; forges ignore the case of names."""
+    if scope == "*":
+        return scope
+    if scope in _KINDS:
+        return f"{scope}:*"
+    if scope.startswith("/"):
+        return "local:" + re.sub(r"([*?[])", r"[\1]", os.path.normpath(scope))
+    name, every = scope.casefold(), scope.endswith("/*")
+    plain = re.sub(r"([*?[])", r"[\1]", name.removesuffix("*") if every else name)
+    return plain + "*" * every
+
+
+def in_scope(pattern: str, place: str) -> bool:
+    """What SQLite's GLOB says of the two, without asking it."""
+    from fnmatch import fnmatchcase
+
+    return fnmatchcase(place, pattern)
+
+
+class ScopeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one scope may use: jobs a window, and jobs at once."""
+
+    scope: str
+    day: int | None = None
+    week: int | None = None
+    month: int | None = None
+    concurrent: int | None = None
+
+    @property
+    def pattern(self) -> str:
+        return scope_pattern(self.scope)
+
+
+class PauseWindow(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    rename={"begins": "from", "ends": "to"},
+):
+    """Wall-clock times of `tz` between which nothing of the scope starts.
+
+    `begins` and `ends` are HH:MM; an end that is not later lies on the next day.
+    `days` and `dates` are those on which it begins; neither means every day.
+    """
+
+    scope: str
+    begins: str
+    ends: str
+    tz: str
+    days: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
+
+    @property
+    def pattern(self) -> str:
+        return scope_pattern(self.scope)
+
+    def until(self, now: float) -> float | None:
+        """When it ends, seconds, if it holds at `now`; None if it does not.
+
+        What the clock on the wall shows decides: an hour that comes twice is
+        paused twice, one that is left out is not.
+        """
+        from datetime import datetime, timedelta
+        from zoneinfo import ZoneInfo
+
+        local = datetime.fromtimestamp(now, ZoneInfo(self.tz))
+        shown, over_night = local.strftime("%H:%M"), self.ends <= self.begins
+        since = local.date() - timedelta(days=over_night and shown < self.ends)
+        first = self.begins <= shown if since == local.date() else True
+        last = shown < self.ends or (over_night and since == local.date())
+        if not (first and last and self._begins_on(since)):
+            return None
+        ends = datetime.combine(since + timedelta(days=over_night), datetime.min.time())
+        hours, minutes = map(int, self.ends.split(":"))
+        ends += timedelta(hours=hours, minutes=minutes)
+        wall = [ends.replace(tzinfo=local.tzinfo, fold=fold) for fold in (0, 1)]
+        return min(t for t in (w.timestamp() for w in wall) if t > now)
+
+    def _begins_on(self, day: date) -> bool:
+        if self.dates:
+            return day.isoformat() in self.dates
+        return not self.days or _DAYS[day.weekday()] in self.days
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """All of limits.json."""
+
+    scopes: tuple[ScopeRow, ...] = ()
+    pauses: tuple[PauseWindow, ...] = ()
+
+    def paused(self, now: float) -> dict[str, float]:
+        """The scopes in which nothing starts now, each with its latest end."""
+        ends: dict[str, float] = {}
+        for window in self.pauses:
+            until = window.until(now)
+            if until is not None:
+                ends[window.scope] = max(until, ends.get(window.scope, 0))
+        return ends
+
+
+NO_LIMITS = Limits()
+
+_SEGMENT_OF_SCOPE = r"[^/*\x00-\x20\x7f](?:[^/*\x00-\x1f\x7f]*[^/*\x00-\x20\x7f])?"
+_SCOPE = _Row(
+    _matching(
+        rf"^(?:\*|{'|'.join(_KINDS)}|/(?:[^\x00-\x1f\x7f]*[^/\x00-\x20\x7f])?"
+        rf"|(?:{'|'.join(FORGES)}):(?:{_SEGMENT_OF_SCOPE}/)+(?:\*|{_SEGMENT_OF_SCOPE}))"
+        r"$(?!\n)"
+    ),
+    f"must be * for everything, a kind ({', '.join(_KINDS)}), a forge's owner "
+    "(github:octo/*), a forge's repository (github:octo/spoon), or the absolute "
+    "path of a local job's folder, without a slash at its end",
+    required=True,
+)
+_JOBS = _Row(*_COUNTED)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+
+
+def _date_fault(days: Sequence[str]) -> str | None:
+    from datetime import date
+
+    for day in days:
+        try:
+            date.fromisoformat(day)
+        except ValueError:
+            return f"names a day that is none: {day}"
+    return _repeats(days)
+
+
+_SCOPE_ROW: dict[str, _Row] = {
+    "scope": _SCOPE,
+    **dict.fromkeys((*SPANS, "concurrent"), _JOBS),
+}
+_PAUSE: dict[str, _Row] = {
+    "scope": _SCOPE,
+    "from": _Row(
+        _matching(rf"^{_TIME}$(?!\n)"), "must be a time as HH:MM", required=True
+    ),
+    "to": _Row(
+        _matching(rf"^(?:{_TIME}|24:00)$(?!\n)"),
+        "must be a time as HH:MM, at most 24:00",
+        required=True,
+    ),
+    "tz": _Row(
+        str, "must be an IANA time zone; PI_TIMEZONE without it", fault=_zone_fault
+    ),
+    "days": _Row(
+        *_some_of(_DAYS), each=f"must be one of {', '.join(_DAYS)}", fault=_repeats
+    ),
+    "dates": _Row(
+        _several(_matching(r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$(?!\n)")),
+        "must be a non-empty array of dates as YYYY-MM-DD",
+        each="must be a date as YYYY-MM-DD",
+        fault=_date_fault,
+    ),
+}
+
+
+class _LimitRule(NamedTuple):
+    """A rule between the fields of an item as written: which is refused, and why."""
+
+    field: str
+    wrong: Callable[[Mapping[str, Any]], bool]
+    why: str
+
+
+_SCOPE_RULES = (
+    _LimitRule(
+        "",
+        lambda row: not set(row) - {"scope"},
+        "limits nothing: give it day, week, month or concurrent",
+    ),
+)
+_PAUSE_RULES = (
+    _LimitRule(
+        "to",
+        lambda row: row.get("from") is not None and row.get("from") == row.get("to"),
+        "is the same as from; a whole day is 00:00 to 24:00",
+    ),
+    _LimitRule(
+        "dates",
+        lambda row: "days" in row and "dates" in row,
+        "may not stand beside days: use a window for each",
+    ),
+)
+
+
+def _limit_items(
+    places: Sequence[_Place],
+    rows: Mapping[str, _Row],
+    rules: Sequence[_LimitRule],
+    identity: Callable[[Mapping[str, Any]], object],
+) -> list[dict[str, Any]]:
+    """The right fields of each item; refuses one that an earlier one repeats."""
+    first: dict[object, str] = {}
+    items = []
+    for place in places:
+        item = _fields(place, rows, "scope")
+        wrong = [rule for rule in rules if "scope" in item and rule.wrong(place.value)]
+        for rule in wrong:
+            place.at(*[rule.field] * bool(rule.field)).refuse(rule.why)
+        name = identity(item) if "scope" in item else place.path
+        if first.setdefault(name, place.path) != place.path:
+            place.refuse(f"repeats {first[name]}; keep one")
+        items.append(item)
+    return items
+
+
+def load_limits(text: bytes, source: str, zone: str = "UTC") -> Limits:
+    """Validate a whole limits file; raises `Faults` naming every fault.
+
+    `zone` is that of pause windows that name none. Faults read as those of
+    `load_triggers` do.
+    """
+    faults: list[str] = []
+    root = _Place("", _parse(text, faults), faults, _unknown)
+    scopes, pauses = _limit_lists(root) if root.value is not msgspec.UNSET else ([], [])
+    if faults:
+        raise Faults(source, faults)
+    return Limits(
+        msgspec.convert(scopes, tuple[ScopeRow, ...]),
+        msgspec.convert([{"tz": zone, **row} for row in pauses], _PauseWindows),
+    )
+
+
+_PauseWindows = tuple[PauseWindow, ...]
+
+
+def _limit_lists(root: _Place) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    if not root.only(("$schema", "scopes", "pauseWindows"), "the file"):
+        return [], []
+    _check_reference(root)
+    return (
+        _limit_items(
+            _listed(root, "scopes", "scope rows"),
+            _SCOPE_ROW,
+            _SCOPE_RULES,
+            lambda row: scope_pattern(row.get("scope", "")),
+        ),
+        _limit_items(
+            _listed(root, "pauseWindows", "pause windows"),
+            _PAUSE,
+            _PAUSE_RULES,
+            lambda row: json.dumps(row, sort_keys=True),
+        ),
+    )
+
+
+_NO_LIMITS_FIX = "name another file, or let `pidispatch init` write an empty one"
+
+
+def read_limits(settings: Settings, named: Path | None = None) -> Limits:
+    """The limits of the file that `serve` takes; without any there are none.
+
+    Only ./limits.json may be absent: a file that is named must be there. Raises
+    `Faults`.
+    """
+    path = limits_path(settings, named)
+    if path == LIMITS_DEFAULT and not os.path.lexists(path):
+        return NO_LIMITS
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise Faults(str(path), [f"cannot be read: {why}"], _NO_LIMITS_FIX) from error
+    return load_limits(text, str(path), settings.timezone)
+
+
+LIMITS_DEFAULT = Path("limits.json")
+
+
+def limits_path(settings: Settings, named: Path | None = None) -> Path:
+    """The limits' file: named, PI_LIMITS_FILE, else ./limits.json."""
+    return named or settings.limits_file or LIMITS_DEFAULT
+
+
+def limits_schema() -> dict[str, Any]:
+    """The JSON Schema of limits.json, from the rows that validate it."""
+    items = {"scopes": _rows_schema(_SCOPE_ROW), "pauseWindows": _rows_schema(_PAUSE)}
+    return _file_schema("limits", items)
 
 
 # =============================================================================
@@ -3261,22 +3604,104 @@ class Admission(NamedTuple):
     jobs: tuple[str, ...] = ()
 
 
+class Cap(msgspec.Struct, frozen=True, kw_only=True):
+    """One cap of one window. `scope` is a glob over `Job.place`.
+
+    `name` is where the operator set it; None is no cap. From `hold` on new jobs
+    are refused although the cap is not reached.
+    """
+
+    name: str
+    reason: str
+    scope: str
+    span: Span
+    limit: int | None
+    unit: Literal["jobs", "tokens"] = "jobs"
+    hold: int | None = None
+
+
 class Caps(msgspec.Struct, frozen=True):
-    """The job caps of one start; None is no cap. Windows are in `zone`."""
+    """The caps of one start; None is no cap. Windows are in `zone`.
+
+    `hold_pct` is PI_SOFT_HOLD_PCT and `tokens` PI_DAILY_TOKEN_CAP.
+    """
 
     day: int | None
     week: int | None
     month: int | None
     zone: str
+    hold_pct: int | None = None
+    tokens: int | None = None
+    limits: Limits = NO_LIMITS
 
     @classmethod
-    def of(cls, settings: Settings) -> Caps:
+    def of(cls, settings: Settings, limits: Limits = NO_LIMITS) -> Caps:
         return cls(
             settings.daily_cap,
             settings.weekly_cap,
             settings.monthly_cap,
             settings.timezone,
+            settings.soft_hold_pct,
+            settings.daily_token_cap,
+            limits,
         )
+
+    @property
+    def rows(self) -> Iterator[Cap]:
+        """Every cap, in the order in which the ladder asks them."""
+        yield Cap(
+            name="PI_DAILY_TOKEN_CAP",
+            reason="daily-token-cap",
+            scope="*",
+            span="day",
+            limit=self.tokens,
+            unit="tokens",
+        )
+        for row in self.limits.scopes:
+            for span in SPANS:
+                if getattr(row, span) is not None:
+                    yield Cap(
+                        name=f"{span} of the scope {row.scope} in limits.json",
+                        reason="scope-cap",
+                        scope=row.pattern,
+                        span=span,
+                        limit=getattr(row, span),
+                    )
+        for word, span in (("DAILY", "day"), ("WEEKLY", "week"), ("MONTHLY", "month")):
+            limit = getattr(self, span)
+            hold = limit * self.hold_pct // 100 if limit and self.hold_pct else None
+            yield Cap(
+                name=f"PI_{word}_CAP",
+                reason="over-budget",
+                scope="*",
+                span=span,
+                limit=limit,
+                hold=hold,
+            )
+
+
+class Meter(msgspec.Struct, frozen=True):
+    """A cap and what is used of it in the window that stands at present.
+
+    `ends` is the window's end, seconds. From `hold` on new jobs are refused as
+    `soft-hold`.
+    """
+
+    cap: str
+    unit: Literal["jobs", "tokens"]
+    span: Span
+    used: int
+    limit: int | None
+    hold: int | None
+    ends: float
+
+
+class Over(NamedTuple):
+    """Why a start is refused: the reason, the cap, and what was asked of it."""
+
+    reason: str
+    meter: Meter
+    asked: int
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -3424,9 +3849,21 @@ CREATE TABLE poll_cursors (
 ) STRICT;
 """
 
+#: Where a job works (`Job.place`), for the scopes of limits.json: `ledger.scope`
+#: was there and empty, a queued job needs it to be held back.
+_SCHEMA_2 = """
+ALTER TABLE jobs ADD COLUMN scope TEXT;
+UPDATE jobs SET scope = json_extract(payload, '$.kind') || ':'
+    || lower(json_extract(payload, '$.repo'));
+UPDATE ledger SET scope = (SELECT scope FROM jobs WHERE jobs.id = ledger.job_id);
+"""
+
 #: Names of the migrations this version knows, oldest first; a file that has
 #: another one was written by a newer pidispatch and is left alone.
-_MIGRATIONS: tuple[tuple[str, str], ...] = (("001-first", _SCHEMA_1),)
+_MIGRATIONS: tuple[tuple[str, str], ...] = (
+    ("001-first", _SCHEMA_1),
+    ("002-caps", _SCHEMA_2),
+)
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
@@ -3500,8 +3937,25 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     request: Request | None
 
 
+class Hold(msgspec.Struct, frozen=True):
+    """A scope in which nothing starts now, and the jobs that wait for it.
+
+    `until` is the end of its pause window, seconds; None is a scope at its
+    `concurrent`, which ends with one of its jobs.
+    """
+
+    scope: str
+    why: Literal["pause-window", "concurrent"]
+    until: float | None
+    waiting: int
+
+
 class Status(msgspec.Struct, frozen=True):
-    """The queue at a glance. `used` are today's slots of the daily cap."""
+    """The queue at a glance. `used` are today's slots of the daily cap.
+
+    `problem` is of the triggers file, `limits_problem` of the limits file; the
+    last good content of either stays in force.
+    """
 
     jobs: dict[str, int]
     used: int
@@ -3511,6 +3965,9 @@ class Status(msgspec.Struct, frozen=True):
     paused: bool
     heartbeat: float | None
     problem: str | None
+    limits_problem: str | None
+    meters: list[Meter]
+    holds: list[Hold]
 
 
 class Reader:
@@ -3537,10 +3994,14 @@ class Reader:
         return connection
 
     def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        return self._ask(lambda db: db.execute(sql, values).fetchall())
+
+    def _ask(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        """A look at the file. Raises `InfraError` when it cannot be had."""
         import sqlite3
 
         try:
-            return self._read.execute(sql, values).fetchall()
+            return do(self._read)
         except sqlite3.Error as error:
             raise InfraError(
                 f"the database {self.path} could not be read: {error}",
@@ -3600,6 +4061,20 @@ class Reader:
         rows = self._rows(sql, job.kind, job.title, job.replica)
         return frozenset(row[0] for row in rows)
 
+    def limits(self) -> Limits:
+        """What the worker has of limits.json, also after a bad edit."""
+        kept = self.flag("limits")
+        return msgspec.json.decode(kept, type=Limits) if kept else NO_LIMITS
+
+    def meters(self, caps: Caps, now: float) -> list[Meter]:
+        """What is used of every cap, and of windows that have none."""
+        return self._ask(lambda db: [_meter(db, c, caps.zone, now) for c in caps.rows])
+
+    def tokens_used(self, caps: Caps, now: float) -> int:
+        """Tokens that the present day has used or reserved."""
+        since, _ = window_of(now, caps.zone, "day")
+        return self._ask(lambda db: _tokens_used(db, "*", since))
+
     def status(self, caps: Caps, now: float) -> Status:
         # two counts, because each has an index of its own and the table is wide
         unended = """SELECT state, count(*) FROM jobs WHERE state <> 'done'
@@ -3608,15 +4083,19 @@ class Reader:
         states = [row for row in (*self._rows(unended), *self._rows(ended)) if row[1]]
         beat = self._rows("SELECT at FROM flags WHERE name = 'heartbeat'")
         sql = "SELECT count(*) FROM deliveries WHERE state = 'pending'"
+        meters = self.meters(caps, now)
         return Status(
             jobs={row[0]: row[1] for row in states},
-            used=_used(self._read, window_start(now, caps.zone, "day")),
+            used=next(m.used for m in meters if m.cap == "PI_DAILY_CAP"),
             daily_cap=caps.day,
             pending=self._rows(sql)[0][0],
             counts={r["name"]: r["n"] for r in self._rows("SELECT * FROM counters")},
             paused=self.flag("paused") is not None,
             heartbeat=beat[0][0] if beat else None,
             problem=self.flag("triggers-problem"),
+            limits_problem=self.flag("limits-problem"),
+            meters=meters,
+            holds=self._ask(lambda db: _holds_of(db, caps.limits, now)),
         )
 
 
@@ -3739,6 +4218,8 @@ class Store(Controls):
     # -- the one writer ------------------------------------------------------
 
     def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        import sqlite3
+
         ask = _Ask(do, threading.Event(), [])
         with self._waiting:
             if self._closed:
@@ -3747,6 +4228,9 @@ class Store(Controls):
             self._waiting.notify()
         ask.done.wait()
         answer = ask.answer[0]
+        if isinstance(answer, sqlite3.Error):
+            why = f"the database could not be written: {answer}"
+            raise InfraError(why, "see `pidispatch doctor`") from answer
         if isinstance(answer, BaseException):
             raise answer
         return cast(T, answer)
@@ -3870,12 +4354,17 @@ class Store(Controls):
 
     # -- jobs ----------------------------------------------------------------
 
-    def claim(self) -> Claimed | None:
-        """Take the oldest job that may run now, or None. Takes no budget."""
+    def claim(self, limits: Limits = NO_LIMITS) -> Claimed | None:
+        """Take the oldest job that may run now, or None. Takes no budget.
+
+        A job in a pause window, or whose scope has as many at work as it may
+        have at once, stays queued: it waits at no cost and keeps its turn.
+        """
         now = self.clock()
-        if not self._rows(_READY, now):
+        held = self._ask(lambda db: _held(db, limits, now))
+        if not self._rows(_READY, now, held):
             return None
-        return self._write(lambda db: _claim(db, now))
+        return self._write(lambda db: _claim(db, _held(db, limits, now), now))
 
     def defer(self, claimed: Claimed, until: float) -> None:
         """Put a job back with a time; costs nothing and uses no attempt."""
@@ -3888,38 +4377,65 @@ class Store(Controls):
         text = msgspec.json.encode(work).decode()
         self._fenced(sql, (text, claimed.job.id, claimed.claim))
 
-    def peek_caps(self, caps: Caps) -> str | None:
-        """The reason a start would be refused now, without reserving."""
-        return _over_cap(self._read, caps, self.clock())
+    def peek_caps(
+        self, caps: Caps, place: str, tokens: int | None = None
+    ) -> Over | None:
+        """The cap that would refuse a start there now; reserves nothing."""
+        now = self.clock()
+        return self._ask(lambda db: _over(db, caps, place, tokens, now))
 
-    def start(self, claimed: Claimed, caps: Caps) -> str | None:
+    def start(
+        self, claimed: Claimed, caps: Caps, tokens: int | None = None
+    ) -> Over | None:
         """Reserve the caps and mark the job starting, in one transaction.
 
-        Returns the refusal's reason when a cap is spent; nothing is written then.
+        `tokens` is the job's own budget, which is reserved of the day's; a job
+        without one reserves none. Returns the cap that is spent; nothing is
+        written then.
         """
         now = self.clock()
-        return self._write(lambda db: _start(db, claimed, caps, now))
+        return self._write(lambda db: _start(db, claimed, caps, tokens, now))
 
     def running(self, claimed: Claimed) -> None:
         sql = """UPDATE jobs SET state = 'running' WHERE id = ? AND claim = ?
                  AND state = 'starting'"""
         self._fenced(sql, (claimed.job.id, claimed.claim))
 
-    def retry(self, claimed: Claimed, until: float) -> None:
-        """Queue another attempt of a job that ran; its slot stays used."""
+    def retry(
+        self, claimed: Claimed, until: float, tokens: Tokens | None = None
+    ) -> None:
+        """Queue another attempt of a job that ran; its slot stays used.
+
+        `tokens` is the gate's figure of this attempt.
+        """
 
         def do(db: sqlite3.Connection) -> None:
-            _book(db, claimed, None)
+            _book(db, claimed, tokens)
             sql = """UPDATE jobs SET state = 'queued', claim = NULL, not_before = ?
                      WHERE id = ? AND claim = ?"""
             _one(db, sql, (until, claimed.job.id, claimed.claim))
 
         self._write(do)
 
-    def finish(self, claimed: Claimed, record: Record, notice: Notice | None) -> None:
-        """Commit the record and the ledger; publish next, or done."""
+    def finish(
+        self,
+        claimed: Claimed,
+        record: Record,
+        notice: Notice | None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """Commit the record and the ledger; publish next, or done.
+
+        `tokens` is the gate's figure where the record has none: a run without a
+        call. Without any figure the reservation stands.
+        """
         now = self.clock()
-        self._write(lambda db: _finish(db, claimed, record, notice, now))
+
+        def do(db: sqlite3.Connection) -> None:
+            _book(db, claimed, record.tokens or tokens)
+            _finish(db, claimed, record, notice, now)
+
+        self._write(do)
 
     def refuse(self, claimed: Claimed, record: Record, notice: Notice | None) -> None:
         """Record a job that never got a container, and free its window."""
@@ -3927,6 +4443,7 @@ class Store(Controls):
 
         def do(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM windows WHERE job_id = ?", (claimed.job.id,))
+            _unbook(db, claimed)
             _finish(db, claimed, record, notice, now)
 
         self._write(do)
@@ -4014,6 +4531,17 @@ class Store(Controls):
     def set_flag(self, name: str, value: str | None) -> None:
         now = self.clock()
         self._write(lambda db: _set_flag(db, name, value, now))
+        self.work.set()
+
+    def set_limits(self, limits: Limits, problem: str | None) -> None:
+        """Show `status` the limits in force and what is wrong with their file."""
+        now, kept = self.clock(), msgspec.json.encode(limits).decode()
+
+        def do(db: sqlite3.Connection) -> None:
+            _set_flag(db, "limits", kept, now)
+            _set_flag(db, "limits-problem", problem, now)
+
+        self._write(do)
         self.work.set()
 
     def beat(self) -> None:
@@ -4168,9 +4696,9 @@ def _put_delivery(
 def _put_job(db: sqlite3.Connection, job: Job, when: float, now: float) -> None:
     payload = msgspec.json.encode(job).decode()
     db.execute(
-        """INSERT INTO jobs (id, set_id, state, payload, queued_at)
-           VALUES (?, ?, 'queued', ?, ?)""",
-        (job.id, job.set, payload, now),
+        """INSERT INTO jobs (id, set_id, state, payload, queued_at, scope)
+           VALUES (?, ?, 'queued', ?, ?, ?)""",
+        (job.id, job.set, payload, now, job.place),
     )
     db.execute(
         "INSERT INTO windows (kind, key, opened_at, job_id) VALUES (?, ?, ?, ?)",
@@ -4194,18 +4722,59 @@ def _park(db: sqlite3.Connection, delivery: Delivery, pending: str) -> bool:
 
 #: A cancelled job is taken at once, to be recorded, though nothing else starts.
 _READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND (cancel IS NOT NULL OR (
-            not_before <= ? AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
-            )) LIMIT 1"""
+            not_before <= ?
+            AND NOT EXISTS (SELECT 1 FROM json_each(?) AS held
+                            WHERE jobs.scope GLOB held.value)
+            AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused'))) LIMIT 1"""
 
 
-def _claim(db: sqlite3.Connection, now: float) -> Claimed | None:
+def _held(db: sqlite3.Connection, limits: Limits, now: float) -> str:
+    """The scopes in which nothing may start now: a JSON array of their globs."""
+    held = [scope_pattern(scope) for scope in limits.paused(now)]
+    held += [row.pattern for row in _full(db, limits)]
+    return json.dumps(held)
+
+
+def _full(db: sqlite3.Connection, limits: Limits) -> Iterator[ScopeRow]:
+    """The scopes that have as many jobs at work as they may have at once."""
+    sql = """SELECT count(*) FROM jobs WHERE scope GLOB ?
+             AND state IN ('claimed', 'starting', 'running')"""
+    for row in limits.scopes:
+        if row.concurrent is not None:
+            at_work: int = db.execute(sql, (row.pattern,)).fetchone()[0]
+            if at_work >= row.concurrent:
+                yield row
+
+
+def _holds_of(db: sqlite3.Connection, limits: Limits, now: float) -> list[Hold]:
+    def waiting(scope: str) -> int:
+        sql = "SELECT count(*) FROM jobs WHERE state = 'queued' AND scope GLOB ?"
+        n: int = db.execute(sql, (scope_pattern(scope),)).fetchone()[0]
+        return n
+
+    return [
+        *(
+            Hold(scope, "pause-window", until, waiting(scope))
+            for scope, until in limits.paused(now).items()
+        ),
+        *(
+            Hold(row.scope, "concurrent", None, waiting(row.scope))
+            for row in _full(db, limits)
+        ),
+    ]
+
+
+def _claim(db: sqlite3.Connection, held: str, now: float) -> Claimed | None:
     sql = """UPDATE jobs SET state = 'claimed', claim = ?
              WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued' AND (
-                 cancel IS NOT NULL OR (not_before <= ? AND NOT EXISTS (
-                     SELECT 1 FROM flags WHERE name = 'paused')))
+                 cancel IS NOT NULL OR (
+                     not_before <= ?
+                     AND NOT EXISTS (SELECT 1 FROM json_each(?) AS held
+                                     WHERE jobs.scope GLOB held.value)
+                     AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')))
                  ORDER BY seq LIMIT 1)
              RETURNING payload, claim, attempt, queued_at, deferrals"""
-    rows = db.execute(sql, (random_hex(8), now)).fetchall()
+    rows = db.execute(sql, (random_hex(8), now, held)).fetchall()
     return _claimed_of(rows[0]) if rows else None
 
 
@@ -4216,8 +4785,8 @@ def _claimed_of(row: sqlite3.Row) -> Claimed:
     )
 
 
-def window_start(now: float, zone: str, span: Literal["day", "week", "month"]) -> float:
-    """When the cap's present window began, seconds since the epoch.
+def window_of(now: float, zone: str, span: Span) -> tuple[float, float]:
+    """When the cap's present window began and when it ends, epoch seconds.
 
     Weeks start on Monday. Wall-clock midnight in `zone`, so that a day with a
     clock change has 23 or 25 hours.
@@ -4227,45 +4796,79 @@ def window_start(now: float, zone: str, span: Literal["day", "week", "month"]) -
 
     local = datetime.fromtimestamp(now, ZoneInfo(zone))
     start = local.replace(hour=0, minute=0, second=0, microsecond=0, fold=0)
+    days = 1
     if span == "week":
-        start -= timedelta(days=start.weekday())
+        start, days = start - timedelta(days=start.weekday()), 7
     elif span == "month":
         start = start.replace(day=1)
-    return start.timestamp()
+        days = ((start + timedelta(days=31)).replace(day=1) - start).days
+    return start.timestamp(), (start + timedelta(days=days)).timestamp()
 
 
-def _over_cap(db: sqlite3.Connection, caps: Caps, now: float) -> str | None:
-    spans: tuple[tuple[Literal["day", "week", "month"], int | None], ...] = (
-        ("day", caps.day),
-        ("week", caps.week),
-        ("month", caps.month),
-    )
-    for span, cap in spans:
-        if cap is not None and _used(db, window_start(now, caps.zone, span)) >= cap:
-            return "over-budget"
-    return None
+def _meter(db: sqlite3.Connection, cap: Cap, zone: str, now: float) -> Meter:
+    since, ends = window_of(now, zone, cap.span)
+    used = _USED[cap.unit](db, cap.scope, since)
+    return Meter(cap.name, cap.unit, cap.span, used, cap.limit, cap.hold, ends)
 
 
-def _used(db: sqlite3.Connection, since: float) -> int:
+def _slots_used(db: sqlite3.Connection, scope: str, since: float) -> int:
     """Slots taken since then; rows of a stepped-back clock's future count too."""
-    sql = "SELECT count(*) FROM ledger WHERE reserved_at >= ? AND state <> 'released'"
-    n: int = db.execute(sql, (since,)).fetchone()[0]
+    sql = """SELECT count(*) FROM ledger WHERE reserved_at >= ?
+             AND state <> 'released' AND COALESCE(scope, '') GLOB ?"""
+    n: int = db.execute(sql, (since, scope)).fetchone()[0]
     return n
 
 
+def _tokens_used(db: sqlite3.Connection, scope: str, since: float) -> int:
+    """The gate's figures since then, and the reservations that have none yet."""
+    sql = """SELECT COALESCE(sum(COALESCE(tokens, tokens_reserved)), 0) FROM ledger
+             WHERE reserved_at >= ? AND state <> 'released'
+             AND COALESCE(scope, '') GLOB ?"""
+    n: int = db.execute(sql, (since, scope)).fetchone()[0]
+    return n
+
+
+_USED: Mapping[str, Callable[[sqlite3.Connection, str, float], int]] = {
+    "jobs": _slots_used,
+    "tokens": _tokens_used,
+}
+
+
+def _over(
+    db: sqlite3.Connection, caps: Caps, place: str, tokens: int | None, now: float
+) -> Over | None:
+    """The first cap that one more job there would exceed; holds come last."""
+    held = None
+    for cap in caps.rows:
+        if cap.limit is None or not in_scope(cap.scope, place):
+            continue
+        meter = _meter(db, cap, caps.zone, now)
+        asked = (tokens or 1) if cap.unit == "tokens" else 1
+        if meter.used + asked > cap.limit:
+            return Over(cap.reason, meter, asked)
+        if held is None and cap.hold is not None and meter.used + asked > cap.hold:
+            held = Over("soft-hold", meter, asked)
+    return held
+
+
 def _start(
-    db: sqlite3.Connection, claimed: Claimed, caps: Caps, now: float
-) -> str | None:
-    reason = _over_cap(db, caps, now)
-    if reason:
-        return reason
+    db: sqlite3.Connection,
+    claimed: Claimed,
+    caps: Caps,
+    tokens: int | None,
+    now: float,
+) -> Over | None:
+    job = claimed.job
+    over = _over(db, caps, job.place, tokens, now)
+    if over:
+        return over
     sql = """UPDATE jobs SET state = 'starting', attempt = attempt + 1, started_at = ?
              WHERE id = ? AND claim = ? AND state = 'claimed'"""
-    _one(db, sql, (now, claimed.job.id, claimed.claim))
+    _one(db, sql, (now, job.id, claimed.claim))
     db.execute(
-        """INSERT INTO ledger (job_id, attempt, reserved_at, state)
-           VALUES (?, ?, ?, 'reserved')""",
-        (claimed.job.id, claimed.attempt + 1, now),
+        """INSERT INTO ledger (job_id, attempt, reserved_at, state, tokens_reserved,
+           scope) VALUES (?, ?, ?, 'reserved', ?, ?)""",
+        (job.id, claimed.attempt + 1, now, tokens, job.place),
     )
     return None
 
@@ -4292,7 +4895,6 @@ def _finish(
     notice: Notice | None,
     now: float,
 ) -> None:
-    _book(db, claimed, record.tokens)
     state = "publishing" if notice else "done"
     text = msgspec.json.encode(notice).decode() if notice else None
     payload = msgspec.json.encode(claimed.job.without_text()).decode()
@@ -4347,7 +4949,8 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
-    db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before,))
+    # a month of 31 days may have an hour more, and its cap counts all of it
+    db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before - DAY,))
     db.execute(
         """DELETE FROM deliveries WHERE state = 'admitted' AND received_at < ?
            AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.set_id = deliveries.id)""",
@@ -4522,18 +5125,26 @@ class BoxExit(msgspec.Struct, frozen=True, kw_only=True):
     """What a box left behind. `tokens` and `forks` are the gate's own count.
 
     `code` is None when the container is gone and nobody can say how it ended.
+    `metered` is whether the gate's log was there: without a call in it the count
+    is zero, and without it nobody knows.
     """
 
     code: int | None
     oom: bool = False
     result: Result | None = None
     tokens: Tokens | None = None
+    metered: bool = False
     forks: Forks | None = None
     budget_spent: bool = False
     bundle: Path | None = None
     review_request: str | None = None
     comment: str | None = None
     outbox_refused: bool = False
+
+    @property
+    def bill(self) -> Tokens | None:
+        """What the day's tokens are charged; None lets the reservation stand."""
+        return self.tokens or (Tokens() if self.metered else None)
 
 
 class Box(Protocol):
@@ -5199,12 +5810,14 @@ class DockerBox:
         """
         with engine_answers():
             state = self._state()
-            tokens, forks, spent = meter_of(self._meter())
+            lines = self._meter()
+            tokens, forks, spent = meter_of(lines)
             ended = BoxExit(
                 code=state["ExitCode"] if state else None,
                 oom=bool(state and state.get("OOMKilled") and state["ExitCode"]),
                 result=result_of(self._lines(self.name)),
                 tokens=tokens,
+                metered=bool(lines),
                 forks=forks,
                 budget_spent=spent,
             )
@@ -6548,7 +7161,10 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
 
 
 class Attempt(msgspec.Struct):
-    """What one attempt learns on its way up the ladder; filled gate by gate."""
+    """What one attempt learns on its way up the ladder; filled gate by gate.
+
+    `left` is what the day's tokens had left when they were looked at.
+    """
 
     claimed: Claimed
     settings: Settings
@@ -6562,6 +7178,7 @@ class Attempt(msgspec.Struct):
     prepared: Prepared | None = None
     skill: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     started_at: float | None = None
+    left: int | None = None
     #: With publish=agent: the forge's hosts, what its CLI and git read, and who
     #: has to know which of it is secret.
     reach: tuple[str, ...] = ()
@@ -6580,6 +7197,11 @@ class Attempt(msgspec.Struct):
             return run.replicaModels[replica - 1]
         provider = run.provider or self.settings.provider
         return f"{provider}/{run.model or self.settings.model}"
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The job's own budget of tokens: its rule's, else the settings'."""
+        return self.job.run.maxTokens or self.settings.max_tokens
 
     @property
     def publish(self) -> Literal["host", "agent"]:
@@ -6626,7 +7248,7 @@ def models_json(provider: Provider, token: str) -> dict[str, Any]:
 
 def gate_line(attempt: Attempt) -> bytes:
     """The one line the gate reads: token, keys, allowlists, prices, budget."""
-    settings, run = attempt.settings, attempt.job.run
+    settings = attempt.settings
     names = (attempt.model_name, *settings.models_allow)
     providers: dict[str, Any] = {}
     prices: dict[str, Any] = {}
@@ -6645,7 +7267,8 @@ def gate_line(attempt: Attempt) -> bytes:
         "allow": list(attempt.allow),
         "models": list(names),
         "prices": prices,
-        "budget": run.maxTokens or settings.max_tokens,
+        # a job without a budget of its own may at most use what the day has left
+        "budget": attempt.max_tokens or attempt.left,
         "spent": 0,
     }
     return json.dumps(line).encode()
@@ -6718,7 +7341,7 @@ def job_file(attempt: Attempt, deadline: float) -> bytes:
         "gate": {"url": _PROXY, "token": attempt.token},
         "models": models_json(attempt.provider, attempt.token),
         "maxTurns": run.maxTurns or settings.max_turns,
-        "maxTokens": run.maxTokens or settings.max_tokens,
+        "maxTokens": attempt.max_tokens,
         "deadline": int(deadline),
         "excludeTools": list(run.excludeTools or ()),
         "forkJoin": run.forkJoin is not False
@@ -6772,9 +7395,11 @@ class Dispatcher:
         *,
         clock: Clock = time.time,
         new_token: Callable[[], str] = lambda: random_hex(32),
+        limits: Callable[[], Limits] = lambda: NO_LIMITS,
     ) -> None:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
+        self.limits = limits
         self.mirrors = Mirrors(settings.state_dir / "mirrors")
         self.leaving = threading.Event()
         self.stop_jobs = threading.Event()
@@ -6791,8 +7416,8 @@ class Dispatcher:
         reserved. The box's network and gate open before the workspace, because
         starting them takes as long as the clone.
         """
-        for _, gate in LADDER:
-            gate(self, attempt)
+        for gate in LADDER:
+            gate.check(self, attempt)
 
     def check_overlay(self, attempt: Attempt) -> None:
         attempt.settings = with_overlay(self.settings)
@@ -6884,16 +7509,12 @@ class Dispatcher:
 
     def check_caps(self, attempt: Attempt) -> None:
         """A look only: a job that cannot start must mint and clone nothing."""
-        reason = self.store.peek_caps(Caps.of(attempt.settings))
-        if reason:
-            raise self._over(reason)
-
-    def _over(self, reason: str) -> Refused:
-        return Refused(
-            reason,
-            "the cap on jobs is used up",
-            "wait for the next window, or raise PI_DAILY_CAP (or its week or month)",
-        )
+        caps = Caps.of(attempt.settings, self.limits())
+        over = self.store.peek_caps(caps, attempt.job.place, attempt.max_tokens)
+        if over:
+            raise _over_cap(over, caps.zone)
+        if caps.tokens is not None:
+            attempt.left = caps.tokens - self.store.tokens_used(caps, self.clock())
 
     def check_protection(self, attempt: Attempt) -> None:
         """With a token in the box only protection keeps the default branch whole.
@@ -7003,9 +7624,10 @@ class Dispatcher:
         attempt.skill = skill
 
     def reserve(self, attempt: Attempt) -> None:
-        reason = self.store.start(attempt.claimed, Caps.of(attempt.settings))
-        if reason:
-            raise self._over(reason)
+        caps = Caps.of(attempt.settings, self.limits())
+        over = self.store.start(attempt.claimed, caps, attempt.max_tokens)
+        if over:
+            raise _over_cap(over, caps.zone)
         attempt.started_at = self.clock()
 
     # -- one job -------------------------------------------------------------
@@ -7066,18 +7688,26 @@ class Dispatcher:
 
     def _start(self, attempt: Attempt) -> None:
         assert attempt.box and attempt.started_at is not None
-        inputs = box_inputs(attempt, attempt.started_at + JOB_SECONDS)
+        try:
+            inputs = box_inputs(attempt, attempt.started_at + JOB_SECONDS)
+        except Exception:
+            self._hand_back(attempt)
+            raise
         try:
             attempt.box.start(inputs)
         except Refused:
+            self._hand_back(attempt)
             raise
         except Exception as error:
-            # create or start failed: nothing ran, so the slot goes back
-            self._patiently(lambda: self.store.release(attempt.claimed))
-            attempt.started_at = None
+            self._hand_back(attempt)
             raise InfraError(f"the container did not start: {error}") from error
         self._patiently(lambda: self.store.running(attempt.claimed))
         _event("job-started", attempt.job)
+
+    def _hand_back(self, attempt: Attempt) -> None:
+        """Nothing ran: the slot and the reserved tokens go back."""
+        self._patiently(lambda: self.store.release(attempt.claimed))
+        attempt.started_at = None
 
     def _attend(self, attempt: Attempt) -> str | None:
         """Wait for the end; returns the reason if it was we who ended it."""
@@ -7124,7 +7754,8 @@ class Dispatcher:
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
             forget_kept(self.kept_dir(attempt.job))  # the last attempt wins
             until = self.clock() + RETRY_SECONDS
-            self._patiently(lambda: self.store.retry(attempt.claimed, until))
+            retry = functools.partial(self.store.retry, attempt.claimed, until)
+            self._patiently(lambda: retry(ended.bill))
             _event("job-retry", attempt.job, verdict.reason)
             self._remove(attempt)
             return
@@ -7161,7 +7792,9 @@ class Dispatcher:
             notice = Notice("result", commits=commits)
         else:
             notice = _outcome_notice(attempt.job, record)
-        self._patiently(lambda: self.store.finish(attempt.claimed, record, notice))
+        bill = ended.bill if ended else None
+        finish = functools.partial(self.store.finish, attempt.claimed, record)
+        self._patiently(lambda: finish(notice, bill))
         _event("job-ended", attempt.job, verdict.reason or verdict.outcome)
         self._remove(attempt)
         self.publish(attempt.job.id)
@@ -7343,23 +7976,72 @@ class Dispatcher:
         return adopted
 
 
+class Gate(NamedTuple):
+    """One rung: what it checks, the reasons it may refuse for, what is said then."""
+
+    name: str
+    check: Callable[[Dispatcher, Attempt], None]
+    reasons: tuple[str, ...] = ()
+    comment: str = "comment-not-started.md.j2"
+
+
+_CAPS = ("daily-token-cap", "scope-cap", "over-budget", "soft-hold")
+_OVER_CAP = "comment-over-cap.md.j2"
+
 #: The gates in their order, by the name a reader looks for.
-LADDER: tuple[tuple[str, Callable[[Dispatcher, Attempt], None]], ...] = (
-    ("overlay", Dispatcher.check_overlay),
-    ("image", Dispatcher.check_image),
-    ("forges", Dispatcher.check_forges),
-    ("capabilities", Dispatcher.check_capabilities),
-    ("version", Dispatcher.check_version),
-    ("provider", Dispatcher.check_provider),
-    ("gate image", Dispatcher.check_gate_image),
-    ("caps, a look", Dispatcher.check_caps),
-    ("protection", Dispatcher.check_protection),
-    ("token", Dispatcher.take_token),
-    ("box", Dispatcher.open_box),
-    ("workspace", Dispatcher.prepare),
-    ("flow", Dispatcher.find_skill),
-    ("caps, reserved", Dispatcher.reserve),
+LADDER: tuple[Gate, ...] = (
+    Gate("overlay", Dispatcher.check_overlay, ("settings-overlay-invalid",)),
+    Gate("image", Dispatcher.check_image, ("job-image-missing",)),
+    Gate("forges", Dispatcher.check_forges, ("job-image-forge-unsupported",)),
+    Gate(
+        "capabilities",
+        Dispatcher.check_capabilities,
+        ("job-image-replicas-unsupported", "job-image-exclude-tools-unsupported"),
+    ),
+    Gate("version", Dispatcher.check_version, ("not-in-this-version",)),
+    Gate(
+        "provider",
+        Dispatcher.check_provider,
+        ("provider-unconfigured", "model-unknown"),
+    ),
+    Gate("gate image", Dispatcher.check_gate_image, ("gate-image-missing",)),
+    Gate("caps, a look", Dispatcher.check_caps, _CAPS, _OVER_CAP),
+    Gate(
+        "protection",
+        Dispatcher.check_protection,
+        (
+            "forge-out-of-reach",
+            "forge-token-unavailable",
+            "repository-unavailable",
+            "unprotected-branch",
+        ),
+    ),
+    Gate("token", Dispatcher.take_token, ("forge-token-unavailable",)),
+    Gate("box", Dispatcher.open_box),
+    Gate(
+        "workspace",
+        Dispatcher.prepare,
+        ("sha-gone", "flow-not-found", "repository-unavailable"),
+    ),
+    Gate("flow", Dispatcher.find_skill, ("flow-not-found",)),
+    Gate("caps, reserved", Dispatcher.reserve, _CAPS, _OVER_CAP),
 )
+_COMMENTS = {reason: gate.comment for gate in LADDER for reason in gate.reasons}
+
+
+def _over_cap(over: Over, zone: str) -> Refused:
+    """A spent cap as people are told of it: which, how much, and until when."""
+    meter, cap = over.meter, f"`{over.meter.cap}`"
+    asks = f"; this job reserves {over.asked}" * (meter.unit == "tokens")
+    if over.reason == "soft-hold":
+        asks += f", and PI_SOFT_HOLD_PCT holds from {meter.hold} on"
+        cap += " or PI_SOFT_HOLD_PCT"
+    return Refused(
+        over.reason,
+        f"`{meter.cap}` is {meter.limit} {meter.unit} a {meter.span}: {meter.used} are "
+        f"used{asks}. This {meter.span} ({zone}) ends at {iso(meter.ends)}",
+        f"start it again after that, or raise {cap}",
+    )
 
 
 def _undeclared(image: Image, token: str) -> tuple[str, str]:
@@ -7402,7 +8084,7 @@ def _refusal_notice(job: Job, refusal: Refused) -> Notice:
     """One comment for a set, whichever of its replicas was refused first."""
     marker = comment_marker(job.set, refusal.reason)
     text = render(
-        "comment-not-started.md.j2",
+        _COMMENTS.get(refusal.reason, "comment-not-started.md.j2"),
         job=job,
         reason=refusal.reason,
         message=refusal.message,
@@ -7588,7 +8270,7 @@ class Workers:
         with contextlib.suppress(IndexError):
             self.dispatcher.adopt(*self._adopted.pop())
             return True
-        claimed = self.store.claim()
+        claimed = self.store.claim(self.dispatcher.limits())
         if claimed is None:
             return False
         self.dispatcher.run(claimed)
@@ -7654,19 +8336,21 @@ def lock_file(path: Path) -> IO[str]:
 # =============================================================================
 # intake
 #
-# The HTTP edge, the inbox that resolves who asked, and the watcher of the
-# triggers file. Knows nothing of Docker.
+# The HTTP edge, the inbox that resolves who asked, and the watchers of the
+# triggers and limits files. Knows nothing of Docker.
 # =============================================================================
 
 
-class TriggersFile:
-    """The rules in force, read again whenever the file's content changes.
+class WatchedFile(Generic[T]):
+    """What a file says, read again whenever its content changes.
 
-    `rules` is always the last valid content and `problem` says what is wrong
+    `value` is always the last valid content and `problem` says what is wrong
     with the present one. The constructor raises `Faults` for a file that is
-    absent, bad, or names a forge that is not served.
+    absent or bad; `empty` is the value of one that may be absent at the start.
     """
 
+    #: What the log calls it.
+    name: ClassVar[str]
     #: Milliseconds without a change before the file is read: editors and
     #: deployments save in several steps.
     QUIET = 150
@@ -7674,16 +8358,22 @@ class TriggersFile:
     #: link to another directory, and a directory made anew, give none.
     LOOK_ANYWAY = 2_000
 
-    def __init__(self, path: Path, served: Iterable[str]) -> None:
+    def __init__(self, path: Path, empty: T | None = None) -> None:
         self.path = path
-        self.served = frozenset(served)
         self.problem: str | None = None
         self._tell: Callable[[str | None], None] | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow_on, name="triggers")
+        self._thread = threading.Thread(target=self._follow_on, name=self.name)
         self._thread.daemon = True
         self._content = self._read()
-        self.rules = self._validate(self._content)
+        absent = self._content is None and not os.path.lexists(path)
+        self.value: T = (
+            empty if absent and empty is not None else self._load(self._content)
+        )
+
+    def parse(self, content: bytes, source: str) -> T:
+        """The value of a content. Raises `Faults`."""
+        raise NotImplementedError
 
     def watch(self, tell: Callable[[str | None], None] | None = None) -> None:
         """Follow the file; `tell` gets its problem, now and whenever it changes."""
@@ -7703,20 +8393,12 @@ class TriggersFile:
         except OSError:
             return None
 
-    def _validate(self, content: bytes | None) -> tuple[Rule, ...]:
+    def _load(self, content: bytes | None) -> T:
         source = str(self.path)
         if content is None:
-            raise Faults(source, ["cannot be read"], _NO_RULES_FIX)
-        rules = load_triggers(content, source)
-        faults = [
-            f"triggers[{rule.index}].run.kind: {json.dumps(rule.run.kind)} is not "
-            f"served: set {FORGES[rule.run.kind].secret_variable}"
-            for rule in rules
-            if rule.run.kind in FORGES and rule.run.kind not in self.served
-        ]
-        if faults:
-            raise Faults(source, faults)
-        return rules
+            fix = "name another file, or let `pidispatch init` write an example"
+            raise Faults(source, ["cannot be read"], fix)
+        return self.parse(content, source)
 
     def refresh(self) -> None:
         """Read the file; take valid new content, keep the last good otherwise."""
@@ -7725,13 +8407,11 @@ class TriggersFile:
             return
         self._content = content
         try:
-            self.rules, self.problem = self._validate(content), None
-            log_event("triggers-reloaded", rules=len(self.rules))
+            self.value, self.problem = self._load(content), None
+            log_event(f"{self.name}-reloaded")
         except PidispatchError as error:
             self.problem = error.message
-            log_event(
-                "triggers-invalid", logging.ERROR, kept=len(self.rules), why=error
-            )
+            log_event(f"{self.name}-invalid", logging.ERROR, why=error)
         if self._tell:
             self._tell(self.problem)
 
@@ -7741,7 +8421,7 @@ class TriggersFile:
                 self.refresh()
                 self._follow()
             except Exception as error:
-                log_event("triggers-watch-failed", logging.ERROR, error=error)
+                log_event(f"{self.name}-watch-failed", logging.ERROR, error=error)
                 self._stop.wait(self.LOOK_ANYWAY / 1000)
 
     def _follow(self) -> None:
@@ -7759,6 +8439,46 @@ class TriggersFile:
             raise_interrupt=False,
         ):
             self.refresh()
+
+
+class TriggersFile(WatchedFile[tuple[Rule, ...]]):
+    """The rules in force. One that names a forge that is not served is a fault."""
+
+    name = "triggers"
+
+    def __init__(self, path: Path, served: Iterable[str]) -> None:
+        self.served = frozenset(served)
+        super().__init__(path)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return self.value
+
+    def parse(self, content: bytes, source: str) -> tuple[Rule, ...]:
+        rules = load_triggers(content, source)
+        faults = [
+            f"triggers[{rule.index}].run.kind: {json.dumps(rule.run.kind)} is not "
+            f"served: set {FORGES[rule.run.kind].secret_variable}"
+            for rule in rules
+            if rule.run.kind in FORGES and rule.run.kind not in self.served
+        ]
+        if faults:
+            raise Faults(source, faults)
+        return rules
+
+
+class LimitsFile(WatchedFile[Limits]):
+    """The limits in force. Only ./limits.json, which nobody named, may be absent."""
+
+    name = "limits"
+
+    def __init__(self, settings: Settings) -> None:
+        self.zone = settings.timezone
+        empty = None if settings.limits_file else NO_LIMITS
+        super().__init__(limits_path(settings), empty)
+
+    def parse(self, content: bytes, source: str) -> Limits:
+        return load_limits(content, source, self.zone)
 
 
 def judge(rules: Sequence[Rule], event: Event, own: str | None) -> Match | Drop:
@@ -8877,12 +9597,8 @@ _RULES_NOT_YET: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     (lambda rule: rule.run.resume is True, "resume is refused"),
 )
 
-#: Settings that this version reads and does not act on, and how bad that is:
-#: one that should bound spending must not be trusted.
+#: Settings that this version reads and does not act on, and how bad that is.
 SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
-    "limits_file": "fail",
-    "soft_hold_pct": "fail",
-    "daily_token_cap": "fail",
     "sessions_dir": "warn",
     "on_failure": "warn",
 }
@@ -9048,14 +9764,41 @@ def status_text(status: Status) -> str:
     beat = iso(status.heartbeat) if status.heartbeat else "never"
     lines = [
         f"jobs: {open_jobs or 'none'}",
-        f"today: {status.used} of {status.daily_cap} slots used",
+        *map(meter_text, status.meters),
+        *map(hold_text, status.holds),
         f"deliveries waiting for an answer about who asked: {status.pending}",
         f"worker's last heartbeat: {beat}{'; PAUSED' if status.paused else ''}",
     ]
     lines += [f"  {word}: {n}" for word, n in sorted(status.counts.items())]
-    problems = status.problem.split("\n") if status.problem else []
-    lines += [f"triggers file: {problem}" for problem in problems]
+    for name, told in (
+        ("triggers", status.problem),
+        ("limits", status.limits_problem),
+    ):
+        lines += [f"{name} file: {line}" for line in (told or "").split("\n") if line]
     return "\n".join(plain_text(line) for line in lines)
+
+
+_THIS = {"day": "today", "week": "this week", "month": "this month"}
+
+
+def meter_text(meter: Meter) -> str:
+    """`today: 2 of 25 slots used (PI_DAILY_CAP)`, and whether new jobs are held."""
+    what = "slots" if meter.unit == "jobs" else "tokens"
+    of = f" of {meter.limit}" if meter.limit is not None else ""
+    state = ""
+    if meter.limit is not None and meter.used >= meter.limit:
+        state = f"; SPENT until {iso(meter.ends)}"
+    elif meter.hold is not None and meter.used >= meter.hold:
+        state = f"; HELD from {meter.hold} on until {iso(meter.ends)}"
+    named = meter.cap if meter.limit is not None else f"no {meter.cap}"
+    return f"{_THIS[meter.span]}: {meter.used}{of} {what} used ({named}){state}"
+
+
+def hold_text(hold: Hold) -> str:
+    why = (
+        f"paused until {iso(hold.until)}" if hold.until else "as many at work as may be"
+    )
+    return f"{hold.scope}: {why}; {hold.waiting} wait"
 
 
 # -- doctor -------------------------------------------------------------------
@@ -9095,6 +9838,7 @@ def doctor(settings: Settings, triggers: Path) -> list[Check]:
     checks: list[Check] = []
     rules = _check_triggers(triggers, checks)
     _check_replicas(settings, rules, checks)
+    _check_caps(settings, checks)
     _check_limits(settings, rules, checks)
     _check_git(checks)
     _check_engine(settings, rules, checks)
@@ -9137,6 +9881,58 @@ def _check_replicas(
     if settings.daily_cap < largest:
         found = f"PI_DAILY_CAP={settings.daily_cap} cannot hold a set of {largest}"
         checks.append(Check("caps", "fail", found, f"set it to at least {largest}"))
+
+
+def _check_caps(settings: Settings, checks: list[Check]) -> None:
+    """The limits file, and caps that could not do what they were set for."""
+    try:
+        limits = read_limits(settings)
+    except Faults as faults:
+        checks += fault_checks("limits", faults)
+        limits = NO_LIMITS
+    else:
+        rows, pauses = len(limits.scopes), len(limits.pauses)
+        found = f"{rows} scopes and {pauses} pause windows in {limits_path(settings)}"
+        checks.append(Check("limits", "ok", found))
+    try:
+        settings = with_overlay(settings)
+    except Refused as refusal:
+        fix = "correct it; until then every job is refused"
+        checks.append(Check("overlay", "fail", refusal.message, fix))
+    caps = Caps.of(settings, limits)
+    limited = ", ".join(f"{c.name}={c.limit}" for c in caps.rows if c.limit is not None)
+    checks.append(Check("caps", "ok", limited))
+    for wrong, state, found, fix in _CAP_FAULTS:
+        if wrong(settings, caps):
+            checks.append(Check("caps", state, found, fix))
+
+
+#: When a cap is set so that it cannot do its work, what is found, and the fix.
+_CAP_FAULTS: tuple[
+    tuple[Callable[[Settings, Caps], bool], Literal["warn", "fail"], str, str], ...
+] = (
+    (
+        lambda settings, caps: any(cap.hold == 0 for cap in caps.rows),
+        "fail",
+        "PI_SOFT_HOLD_PCT of a cap is less than one job: nothing can start",
+        "raise PI_SOFT_HOLD_PCT or the cap",
+    ),
+    (
+        lambda settings, caps: (
+            caps.tokens is not None and (settings.max_tokens or 0) > caps.tokens
+        ),
+        "fail",
+        "PI_MAX_TOKENS is more than PI_DAILY_TOKEN_CAP: nothing can start",
+        "lower PI_MAX_TOKENS or raise PI_DAILY_TOKEN_CAP",
+    ),
+    (
+        lambda settings, caps: caps.tokens is not None and settings.max_tokens is None,
+        "warn",
+        "PI_DAILY_TOKEN_CAP without PI_MAX_TOKENS: a job reserves no tokens, and "
+        "those that run at once may together pass the cap",
+        "set PI_MAX_TOKENS",
+    ),
+)
 
 
 def git_version() -> str:
@@ -9497,23 +10293,6 @@ _PANEL_HEADERS = (
 )
 
 
-class Meter(msgspec.Struct, frozen=True):
-    """What of a cap is used; `cap` is None when there is none."""
-
-    name: str
-    used: int
-    cap: int | None
-
-    @property
-    def share(self) -> int:
-        """Percent of the cap, at most 100."""
-        return min(100, 100 * self.used // self.cap) if self.cap else 0
-
-
-def meters_of(status: Status) -> list[Meter]:
-    return [Meter("jobs today", status.used, status.daily_cap)]
-
-
 @functools.cache
 def _pages() -> Any:
     """The environment of the panel's pages; every value is escaped on its way."""
@@ -9532,7 +10311,12 @@ def _pages() -> Any:
         finalize=shown,
     )
     environment.filters |= {"iso": iso, "link": _web_link, "diff": _diff_lines}
-    environment.globals |= {"badge": replica_badge, "when": rule_when}
+    environment.globals |= {
+        "badge": replica_badge,
+        "when": rule_when,
+        "meter_text": meter_text,
+        "hold_text": hold_text,
+    }
     return environment
 
 
@@ -9678,12 +10462,12 @@ class Panel(HttpServer):
         return Reply(code, text.encode(), "text/html; charset=utf-8")
 
     def home(self, _: Asked) -> Reply:
-        status = self.store.status(Caps.of(self.settings), self.store.clock())
+        caps = Caps.of(self.settings, self.store.limits())
+        status = self.store.status(caps, self.store.clock())
         recent = self.store.runs(200)
         return self.page(
             "home",
             status=status,
-            meters=meters_of(status),
             rules=self.triggers.rules,
             open_runs=[run for run in recent if run.state in OPEN_STATES],
             failed=[run for run in recent if run.state in ("failed", "policy")][:10],
@@ -9835,10 +10619,16 @@ class Service:
         self.settings = settings
         self.forges = forges_of(settings)
         self.triggers = TriggersFile(triggers, frozenset(self.forges))
+        self.limits = LimitsFile(settings)
         self.store = Store(settings.db, clock)
         self.engine = engine or DockerEngine(settings, self.store.instance())
         dispatcher = Dispatcher(
-            settings, self.store, self.engine, self.forges, clock=clock
+            settings,
+            self.store,
+            self.engine,
+            self.forges,
+            clock=clock,
+            limits=lambda: self.limits.value,
         )
         self.workers = Workers(dispatcher, self.store, settings.concurrency)
         self.intake = Intake(
@@ -9857,6 +10647,9 @@ class Service:
         if worker:
             self.workers.start()
             self._works = True
+            self.limits.watch(
+                lambda problem: self.store.set_limits(self.limits.value, problem)
+            )
         else:
             self.store.never_checkpoint()
         self.triggers.watch(
@@ -9872,6 +10665,7 @@ class Service:
         self.panel.stop(patience=1.0)
         self.inbox.stop()
         self.triggers.stop()
+        self.limits.stop()
         if self._works:
             self.workers.stop(end_jobs=end_jobs)
         self.store.close()
@@ -10007,6 +10801,14 @@ WEBHOOK_SECRET={secret}
 #ANTHROPIC_API_KEY=
 """
 
+_LIMITS_TEMPLATE = """\
+{
+  "$schema": "./limits.schema.json",
+  "scopes": [],
+  "pauseWindows": []
+}
+"""
+
 _TRIGGERS_TEMPLATE = """\
 {
   "$schema": "./triggers.schema.json",
@@ -10028,12 +10830,16 @@ _TRIGGERS_TEMPLATE = """\
 @click.argument("folder", type=_path_type, default=".")
 def init(folder: Path) -> None:
     """Write .env, triggers.json and limits.json. Nothing is ever overwritten."""
-    schema = json.dumps(triggers_schema(), indent=2) + "\n"
+    rules, limits = (
+        json.dumps(schema, indent=2) + "\n"
+        for schema in (triggers_schema(), limits_schema())
+    )
     files = (
         (".env", _ENV_TEMPLATE.format(secret=random_hex(32)), 0o600),
         ("triggers.json", _TRIGGERS_TEMPLATE, 0o644),
-        ("triggers.schema.json", schema, 0o644),
-        ("limits.json", '{"scopes": [], "pauseWindows": []}\n', 0o644),
+        ("triggers.schema.json", rules, 0o644),
+        ("limits.json", _LIMITS_TEMPLATE, 0o644),
+        ("limits.schema.json", limits, 0o644),
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -10137,6 +10943,27 @@ def triggers_try(
     emit(trial, lambda: trial_text(trial), as_json)
 
 
+@main.group()
+def limits() -> None:
+    """Look at scope caps and pause windows."""
+
+
+@limits.command("check")
+@file_argument
+def limits_check(file: Path | None) -> None:
+    """Validate the file without starting anything; exit 0 or 2."""
+    settings = load_settings()
+    path, found = limits_path(settings, file), read_limits(settings, file)
+    n, m = len(found.scopes), len(found.pauses)
+    click.echo(f"{plain_text(path)}: {n} scopes, {m} pause windows, no fault")
+
+
+@limits.command("schema")
+def limits_schema_command() -> None:
+    """The JSON Schema of limits.json, for an editor."""
+    click.echo(json.dumps(limits_schema(), indent=2))
+
+
 @main.command()
 @db_option
 @click.option(
@@ -10211,9 +11038,12 @@ def logs(job: str, db: Path | None, follow: bool) -> None:
 @db_option
 @json_option
 def status(db: Path | None, as_json: bool) -> None:
-    """The queue, today's slots, deliveries by their end."""
+    """The queue, the caps, holds, deliveries by end."""
     settings = settings_of(db)
-    state = Reader(settings.db).status(Caps.of(settings), time.time())
+    with contextlib.suppress(Refused):  # doctor and every refused job say why
+        settings = with_overlay(settings)
+    reader = Reader(settings.db)
+    state = reader.status(Caps.of(settings, reader.limits()), time.time())
     emit(state, lambda: status_text(state), as_json)
 
 

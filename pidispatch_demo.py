@@ -3301,6 +3301,7 @@ class ProcessBox:
             code=self._runner.returncode,
             result=module.result_of((self.root / "runner.log").read_text().split("\n")),
             tokens=tokens,
+            metered=bool(gate_lines),
             forks=forks,
             budget_spent=spent,
             bundle=into / bundle.name if bundle.is_file() else None,

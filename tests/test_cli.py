@@ -312,7 +312,7 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         "PI_BIND": "127.0.0.1",
         "PI_PORT": "0",
         "PI_PANEL_PORT": "0",
-        "PI_DAILY_TOKEN_CAP": "1000",
+        "PI_ON_FAILURE": "x",
     }
     argv = [sys.executable, str(ROOT / "pidispatch.py"), "serve", "--no-worker"]
     with subprocess.Popen(
@@ -333,7 +333,7 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         assert serving.wait(20) == 0, told
     events = [json.loads(line) for line in told if line.startswith("{")]
     assert events[0]["event"] == "not-in-this-version"
-    assert "PI_DAILY_TOKEN_CAP" in events[0]["what"]
+    assert "PI_PANEL_PORT" in events[0]["what"]
     assert "canary-secret" not in "".join(told)
 
 
@@ -354,7 +354,21 @@ def test_init_writes_what_the_loader_and_the_schema_accept(folder: Path) -> None
     assert cli("triggers", "check", str(place / "triggers.json")).exit_code == 0
     secret = pidispatch.load_settings({}, place / ".env").webhook_secret
     assert [len(part) for part in secret] == [64]
-    json.loads((place / "limits.json").read_text())
+    limits = json.loads((place / "limits.json").read_text())
+    schema = json.loads((place / "limits.schema.json").read_text())
+    assert schema == json.loads(cli("limits", "schema").output)
+    assert limits["$schema"] == "./limits.schema.json"
+    Draft202012Validator(schema).validate(limits)
+    checked = cli("limits", "check", str(place / "limits.json"))
+    assert checked.output.endswith("limits.json: 0 scopes, 0 pause windows, no fault\n")
+
+
+def test_limits_check_names_every_fault_and_exits_two(folder: Path) -> None:
+    (folder / "limits.json").write_text('{"scopes": [{"scope": "x", "dya": 1}]}')
+    result = cli("limits", "check")
+    assert result.exit_code == 2
+    for words in ("pauseWindows: (absent)", "scopes[0].scope", "did you mean day?"):
+        assert words in result.output
 
 
 def test_init_never_overwrites_and_never_follows_a_link(folder: Path) -> None:
@@ -363,7 +377,7 @@ def test_init_never_overwrites_and_never_follows_a_link(folder: Path) -> None:
     assert cli("init").exit_code == 0
     before = (folder / ".env").read_text()
     result = cli("init")
-    assert result.output.count("kept ") == 4
+    assert result.output.count("kept ") == 5
     assert (folder / ".env").read_text() == before
     assert (folder / "triggers.json").read_text() == "mine"
     assert not (folder / "elsewhere").exists()
@@ -792,7 +806,19 @@ FAULTS: list[tuple[str, dict[str, str | None], str]] = [
     ("open network", {"PI_EGRESS": "0"}, "⚠ egress: PI_EGRESS=0: JOBS ARE NOT"),
     ("few slots", {"PI_CONCURRENCY": "1"}, "⚠ concurrency: PI_CONCURRENCY=1 is below"),
     ("small cap", {"PI_DAILY_CAP": "1"}, "✗ caps: PI_DAILY_CAP=1 cannot hold a set"),
-    ("void cap", {"PI_DAILY_TOKEN_CAP": "9"}, "✗ settings: PI_DAILY_TOKEN_CAP has no"),
+    ("weak cap", {"PI_DAILY_TOKEN_CAP": "9"}, "⚠ caps: PI_DAILY_TOKEN_CAP without"),
+    (
+        "void cap",
+        {"PI_DAILY_TOKEN_CAP": "9", "PI_MAX_TOKENS": "10"},
+        "✗ caps: PI_MAX_TOKENS is more than PI_DAILY_TOKEN_CAP",
+    ),
+    ("void hold", {"PI_SOFT_HOLD_PCT": "3"}, "✗ caps: PI_SOFT_HOLD_PCT of a cap is"),
+    ("no limits", {"PI_LIMITS_FILE": "none.json"}, "✗ limits: none.json: cannot be"),
+    (
+        "bad overlay",
+        {"PI_SETTINGS_FILE": "triggers.json"},
+        "✗ overlay: triggers.json: ",
+    ),
     ("void setting", {"PI_ON_FAILURE": "x"}, "⚠ settings: PI_ON_FAILURE has no effect"),
     ("bad setting", {"PI_PORT": "x"}, '✗ settings: settings: PI_PORT="x"'),
     ("bad database", {"PI_DB": "triggers.json"}, "✗ store: triggers.json: the data"),

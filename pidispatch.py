@@ -775,6 +775,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     github_api_url: str = _setting(
         "GITHUB_API_URL", _url, "https://api.github.com", "GitHub's API."
     )
+    gitlab_url: str = _setting(
+        "GITLAB_URL", _url, "https://gitlab.com", "The GitLab instance."
+    )
+    gitlab_token: str | None = _setting(
+        "GITLAB_TOKEN", _text, None, "GitLab token with the scope `api`."
+    )
+    gitlab_webhook_mode: str | None = _setting(
+        "GITLAB_WEBHOOK_MODE",
+        _choice("signature", "token"),
+        None,
+        "The one credential that is accepted; needed with the secret.",
+    )
+    gitlab_webhook_secret: tuple[str, ...] = _setting(
+        "GITLAB_WEBHOOK_SECRET",
+        _secrets,
+        (),
+        "Signing tokens (`whsec_…`) or secret tokens, comma separated.",
+    )
     providers: Mapping[str, Provider] = msgspec.field(
         default_factory=lambda: dict(PROVIDERS)
     )
@@ -795,6 +813,34 @@ SETTINGS: Mapping[str, SettingRow] = dict(
 )
 
 
+#: A forge that is to be served with the first needs the others as well.
+_TOGETHER = (("GITLAB_WEBHOOK_SECRET", "GITLAB_WEBHOOK_MODE", "GITLAB_TOKEN"),)
+
+
+def signing_key(secret: str) -> bytes | None:
+    """The key in a signing token, `whsec_` and base64; None when it is not one."""
+    import base64
+
+    try:
+        key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+    except ValueError:
+        return None
+    return key if key and secret.startswith("whsec_") else None
+
+
+#: What each setting allows and two of them together do not.
+_CONTRADICTIONS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        lambda parsed: (
+            parsed.get("gitlab_webhook_mode") == "signature"
+            and not all(map(signing_key, parsed.get("gitlab_webhook_secret", ())))
+        ),
+        "GITLAB_WEBHOOK_SECRET=… must be signing tokens, `whsec_` and base64, with "
+        "GITLAB_WEBHOOK_MODE=signature",
+    ),
+)
+
+
 def load_settings(
     environ: Mapping[str, str] | None = None, dotenv: Path | None = Path(".env")
 ) -> Settings:
@@ -806,6 +852,13 @@ def load_settings(
     values = _dotenv(dotenv, faults) if dotenv and dotenv.is_file() else {}
     values.update(os.environ if environ is None else environ)
     parsed = _parse_fields(values, faults)
+    faults += [
+        f"{first} is of no use without {other}"
+        for first, *others in _TOGETHER
+        for other in others
+        if first in values and other not in values
+    ]
+    faults += [fault for holds, fault in _CONTRADICTIONS if holds(parsed)]
     if "providers_file" in parsed:
         parsed["providers"] = _load_providers(parsed["providers_file"], faults)
     providers: Mapping[str, Provider] = parsed.get("providers", PROVIDERS)
@@ -1096,6 +1149,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     `added` the labels added by this very event (None: not known). `fault` is a
     drop reason found while parsing. `when` is the item's own time, if given.
     `incomplete`: the forge's API must tell the rest before this can be judged.
+    `inert`: a request's update that changed neither its commits, nor that it is a
+    draft, nor added a label.
     """
 
     forge: ForgeKind
@@ -1119,6 +1174,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     when: float | None = None
     fault: str | None = None
     incomplete: bool = False
+    inert: bool = False
 
 
 class On(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -2247,7 +2303,7 @@ def _judge_request(rule: Rule, event: Event) -> str | Drop:
     if labelling and on.match == "added" and (on.any or on.all):
         found = _judge_labels(rule, event)
         return _far(event) if found == Drop("no-allowlisted-label") else found
-    return event.action if _holds(on, event) else _far(event)
+    return event.action if _holds(on, event) and not event.inert else _far(event)
 
 
 def _judge_close(rule: Rule, event: Event) -> str | Drop:
@@ -2904,6 +2960,9 @@ class ApiForge(Forge):
     secret_field: ClassVar[str]
     event_header: ClassVar[str]
     delivery_header: ClassVar[str]
+    #: What doctor says when there is no token, and of missed deliveries.
+    token_fix: ClassVar[str]
+    outage_hint: ClassVar[str]
     api_headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -2918,6 +2977,11 @@ class ApiForge(Forge):
     def secrets(cls, settings: Settings) -> tuple[str, ...]:
         """The webhook's secrets; a forge without any is not served."""
         return cast(tuple[str, ...], getattr(settings, cls.secret_field))
+
+    @classmethod
+    def trial_settings(cls, secret: str | None) -> dict[str, Any]:
+        """The settings that check a stored delivery against one secret, if any."""
+        return {cls.secret_field: (secret,) if secret else ()}
 
     def json_of(self, headers: Mapping[str, str], body: bytes) -> bytes:
         """The JSON of a delivery, taken out of its form if it came in one."""
@@ -2992,16 +3056,19 @@ class ApiForge(Forge):
             raise InfraError(f"{said}, with an odd body") from error
 
     def _pages(
-        self, what: str, answer: type[list[T]], path: str, token: str | None
+        self,
+        what: str,
+        answer: type[list[T]],
+        path: str,
+        token: str | None,
+        **only: str,
     ) -> Iterator[T]:
-        """Every row of a list, page by page."""
+        """Every row of a list, page by page; `only` are the query's filters."""
         for page in itertools.count(1):
-            size = PAGE_SIZE
-            rows = self._call(
-                what, answer, "GET", path, token, per_page=size, page=page
-            )
+            bounds = {"per_page": PAGE_SIZE, "page": page}
+            rows = self._call(what, answer, "GET", path, token, **bounds, **only)
             yield from rows
-            if len(rows) < size:
+            if len(rows) < PAGE_SIZE:
                 return
 
 
@@ -3143,6 +3210,8 @@ class GitHub(ApiForge):
     secret_field = "webhook_secret"
     event_header = "x-github-event"
     delivery_header = "x-github-delivery"
+    token_fix = "set GITHUB_PAT; see the README"
+    outage_hint = "redeliver missed ones there, GitHub never does so by itself"
     api_headers = {
         "Accept": "application/vnd.github+json",
         "X-GitHub-Api-Version": "2022-11-28",
@@ -3516,18 +3585,541 @@ def _same_repo(found: _GitHubRepository | None, repo: str) -> bool:
     return found is not None and _str(found.full_name).lower() == repo.lower()
 
 
-_FORGE_CLASSES: dict[str, type[ApiForge]] = {"github": GitHub}
+class _GitLabUser(msgspec.Struct):
+    id: Any = None
+    username: Any = None
+
+
+class _GitLabLabel(msgspec.Struct):
+    id: Any = None
+    title: Any = None
+
+
+_GitLabLabels = list[_GitLabLabel | _Odd] | str | int | float | bool | None
+
+
+class _GitLabChange(msgspec.Struct):
+    previous: _GitLabLabels = None
+    current: _GitLabLabels = None
+
+
+class _GitLabChanges(msgspec.Struct):
+    labels: _GitLabChange | _Odd = None
+    draft: Any = None
+    work_in_progress: Any = None
+
+
+class _GitLabCommit(msgspec.Struct):
+    id: Any = None
+
+
+class _GitLabItem(msgspec.Struct):
+    """An issue, a work item, a merge request or a note: what we read of any."""
+
+    id: Any = None
+    iid: Any = None
+    title: Any = None
+    description: Any = None
+    action: Any = None
+    author_id: Any = None
+    confidential: Any = None
+    internal: Any = None
+    system: Any = None
+    note: Any = None
+    noteable_type: Any = None
+    oldrev: Any = None
+    updated_at: Any = None
+    labels: _GitLabLabels = None
+    last_commit: _GitLabCommit | _Odd = None
+
+
+class _GitLabProject(msgspec.Struct):
+    id: Any = None
+    path_with_namespace: Any = None
+
+
+class _GitLabDelivery(msgspec.Struct):
+    object_kind: Any = None
+    event_type: Any = None
+    user: _GitLabUser | _Odd = None
+    project: _GitLabProject | _Odd = None
+    object_attributes: _GitLabItem | _Odd = None
+    labels: _GitLabLabels = None
+    changes: _GitLabChanges | _Odd = None
+    issue: _GitLabItem | _Odd = None
+    merge_request: _GitLabItem | _Odd = None
+
+
+class _GitLabId(msgspec.Struct):
+    id: int
+
+
+class _GitLabMember(msgspec.Struct):
+    id: int
+    access_level: int
+    membership_state: str = "active"
+
+
+class _GitLabDefault(msgspec.Struct):
+    default_branch: str
+
+
+class _GitLabBranch(msgspec.Struct):
+    """`can_push` is about the token that asks."""
+
+    protected: bool
+    can_push: bool
+
+
+class _GitLabNote(msgspec.Struct):
+    body: str | None = None
+    author: _GitLabId | None = None
+
+
+class _GitLabText(msgspec.Struct):
+    title: str
+    description: str | None = None
+    confidential: bool = False
+
+
+class _GitLabRequest(msgspec.Struct):
+    iid: int
+    web_url: str
+    title: str = ""
+    source_branch: str = ""
+    source_project_id: int | None = None
+    target_project_id: int | None = None
+
+
+#: Seconds that a signed delivery may be off our clock (standardwebhooks.com).
+SIGNED_SECONDS = 300
+#: The least access level that may push: Developer (REST "Members").
+_DEVELOPER = 30
+_GITLAB_ISSUE = dict.fromkeys(("open", "update", "reopen"), "label") | {
+    "close": "issue"
+}
+#: What makes a merge request a draft, before any other word of its title.
+_DRAFT = re.compile(r"\A(?:\s*(?:\[draft\]|\(draft\)|draft:))+\s*", re.IGNORECASE)
+#: A line that GitLab would obey ("Quick actions"): a name, then its arguments.
+_QUICK_ACTION = re.compile(r"^(\s*)/(?=[A-Za-z][\w-]*(?:\s|$))", re.MULTILINE)
+
+
+def _path_of(value: object) -> str | None:
+    """`group/…/name` when it is two or more safe path segments."""
+    parts = _str(value).split("/")
+    safe = len(parts) > 1 and all(_SEGMENT.fullmatch(part) for part in parts)
+    return "/".join(parts) if safe else None
+
+
+def _label_ids(labels: object) -> dict[str, str]:
+    """Titles by id. Labels are compared by id, for a title may be changed."""
+    rows = labels if isinstance(labels, list) else []
+    found = {_id(row.id): _str(row.title) for row in rows if type(row) is _GitLabLabel}
+    return {number: title for number, title in found.items() if number and title}
+
+
+def _unobeyed(text: str) -> str:
+    """Text in which GitLab finds no quick action: `/merge` is only shown.
+
+    It looks after it has dropped every carriage return, so we drop them first.
+    """
+    return _QUICK_ACTION.sub(r"\1\\/", text.replace("\r", ""))
+
+
+class GitLab(ApiForge):
+    """gitlab.com and self-managed GitLab, 17.4 or newer.
+
+    Facts: docs.gitlab.com "Webhooks", "Webhook events", REST "Members",
+    "Merge requests", "Notes", "Branches", "Quick actions".
+    """
+
+    kind: ForgeKind = "gitlab"
+    secret_field = "gitlab_webhook_secret"
+    event_header = "x-gitlab-event"
+    delivery_header = "idempotency-key"
+    token_fix = "set GITLAB_TOKEN; see the README"
+    outage_hint = (
+        "GitLab switches a hook off after failures: switch it on again with Settings, "
+        "Webhooks, Test, and resend missed deliveries there"
+    )
+    api_headers = {"User-Agent": f"pidispatch/{__version__}"}
+    #: Which trigger type a served action may fire. A note had no action before
+    #: 16.11, when only new ones were sent.
+    served: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "issue": _GITLAB_ISSUE,
+        "work_item": _GITLAB_ISSUE,
+        "merge_request": dict.fromkeys(FORGES["gitlab"].pr_actions, "pull_request"),
+        "note": {"create": "comment", "": "comment"},
+    }
+    #: What a note may be on that is served, by `noteable_type`.
+    noted: ClassVar[Mapping[str, TargetType]] = {
+        "Issue": "issue",
+        "WorkItem": "issue",
+        "MergeRequest": "pull_request",
+    }
+    hooks: ClassVar[Mapping[str, str]] = {
+        "issue": "Issue Hook",
+        "work_item": "Issue Hook",
+        "merge_request": "Merge Request Hook",
+        "note": "Note Hook",
+    }
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        super().__init__(settings, session, clock)
+        self.api = f"{settings.gitlab_url}/api/v4"
+
+    @classmethod
+    def trial_settings(cls, secret: str | None) -> dict[str, Any]:
+        signing = secret is not None and signing_key(secret) is not None
+        mode = "signature" if signing else "token"
+        return {**super().trial_settings(secret), "gitlab_webhook_mode": mode}
+
+    # --- a delivery
+
+    def verify(self, headers: Mapping[str, str], body: bytes) -> None:
+        """Only the declared mode holds: a hook may carry both credentials, and
+        the plain token says nothing of the body."""
+        checks = {"signature": self._signed, "token": self._bears_token}
+        check = checks.get(self.settings.gitlab_webhook_mode or "")
+        if check is None or not check(headers, body):
+            mode = self.settings.gitlab_webhook_mode or "GITLAB_WEBHOOK_MODE"
+            raise Unauthorized(f"gitlab: the {mode} does not hold, or is stale")
+
+    def _signed(self, headers: Mapping[str, str], body: bytes) -> bool:
+        """`webhook-signature`: one or more `v1,` + base64 over id.time.body."""
+        import base64
+        import hmac
+
+        name, stamp = headers.get("webhook-id", ""), headers.get("webhook-timestamp")
+        if not name or not re.fullmatch("[0-9]{1,12}", stamp or ""):
+            return False
+        if abs(self.clock() - int(stamp or 0)) > SIGNED_SECONDS:
+            return False
+        signed = f"{name}.{stamp}.".encode("latin-1", "backslashreplace") + body
+        given = _header_bytes(headers.get("webhook-signature", "")).split(b" ")
+        held = False
+        for key in filter(None, map(signing_key, self.settings.gitlab_webhook_secret)):
+            made = b"v1," + base64.b64encode(hmac.digest(key, signed, "sha256"))
+            for mac in given:
+                held |= hmac.compare_digest(mac, made)
+        return held
+
+    def _bears_token(self, headers: Mapping[str, str], body: bytes) -> bool:
+        """`X-Gitlab-Token`, compared by digest: its length tells nothing."""
+        import hashlib
+        import hmac
+
+        given = hashlib.sha256(_header_bytes(headers.get("x-gitlab-token", "")))
+        held = False
+        for secret in self.settings.gitlab_webhook_secret:
+            made = hashlib.sha256(secret.encode())
+            held |= hmac.compare_digest(given.digest(), made.digest())
+        return held
+
+    def parse(self, headers: Mapping[str, str], body: bytes) -> Event:
+        hook = headers.get(self.event_header, "").strip()
+        signed = self.settings.gitlab_webhook_mode == "signature"
+        named = "webhook-id" if signed else self.delivery_header
+        delivery = headers.get(named, "").strip()
+        if not hook:
+            raise Malformed("X-Gitlab-Event is required")
+        if not delivery:
+            raise Malformed(f"{named} is required", "GitLab sends it since 17.4")
+        return self._event(hook, delivery, _decode(_GitLabDelivery, body))
+
+    def event_of(self, body: bytes) -> str | None:
+        sent = _decode(_GitLabDelivery, body)
+        hook = self.hooks.get(_str(sent.object_kind))
+        secret = _str(sent.event_type).startswith("confidential")
+        return f"Confidential {hook}" if hook and secret else hook
+
+    def _event(self, hook: str, delivery: str, sent: _GitLabDelivery) -> Event:
+        told = _shaped(_GitLabItem, sent.object_attributes)
+        name, item = _str(sent.object_kind) or hook, self._item(sent, told)
+        # a word of another type is no absent word
+        action = "" if told.action is None else _str(told.action) or "?"
+        kind = self.served.get(name, {}).get(action)
+        if kind == "comment" and told.system is True:
+            kind = None
+        repo = _path_of(_shaped(_GitLabProject, sent.project).path_with_namespace)
+        target = self._target(name, told, item)
+        added = self._added(sent) if action == "update" else ()
+        present = sent.labels if isinstance(sent.labels, list) else item.labels
+        sha = _str(_shaped(_GitLabCommit, item.last_commit).id)
+        return Event(
+            forge="gitlab",
+            delivery=delivery,
+            name=name,
+            kind=cast(Any, kind),
+            action=action or None,
+            repo=repo,
+            repo_id=_id(_shaped(_GitLabProject, sent.project).id),
+            target=target,
+            actor=self._actor(sent.user),
+            author=Actor(number) if (number := _id(told.author_id)) else None,
+            labels=tuple(dict.fromkeys((*_label_ids(present).values(), *added))),
+            added=added,
+            comment=_str(told.note) if name == "note" else None,
+            comment_id=_id(told.id) if name == "note" else None,
+            head=sha if _SHA.fullmatch(sha) else None,
+            when=self._moment(told.updated_at),
+            fault=self._fault(hook, sent, kind, repo, target),
+            inert=action == "update" and not added and self._inert(sent, told),
+        )
+
+    @staticmethod
+    def _item(sent: _GitLabDelivery, told: _GitLabItem) -> _GitLabItem:
+        """What the event is about; a note is on something."""
+        if sent.object_kind != "note":
+            return told
+        request = told.noteable_type == "MergeRequest"
+        return _shaped(_GitLabItem, sent.merge_request if request else sent.issue)
+
+    def _target(self, name: str, told: _GitLabItem, item: _GitLabItem) -> Target | None:
+        number = _number(item.iid)
+        if number is None:
+            return None
+        kind: TargetType = "pull_request" if name == "merge_request" else "issue"
+        if name == "note":
+            kind = self.noted.get(_str(told.noteable_type), kind)
+        return Target(kind, number, _str(item.title), _str(item.description))
+
+    @staticmethod
+    def _actor(user: object) -> Actor | None:
+        found = _shaped(_GitLabUser, user)
+        number = _id(found.id)
+        return Actor(number, _str(found.username)) if number else None
+
+    @staticmethod
+    def _added(sent: _GitLabDelivery) -> tuple[str, ...]:
+        """The labels of `changes` that are new; other actions carry stale ones."""
+        change = _shaped(_GitLabChange, _shaped(_GitLabChanges, sent.changes).labels)
+        before = _label_ids(change.previous)
+        now = _label_ids(change.current)
+        return tuple(title for number, title in now.items() if number not in before)
+
+    @staticmethod
+    def _inert(sent: _GitLabDelivery, told: _GitLabItem) -> bool:
+        """An `update` of a title, a reviewer, a date: no word of ours stands for it.
+        Without `changes` (a template of the hook's owner) nothing can be told."""
+        changes = sent.changes
+        if sent.object_kind != "merge_request" or type(changes) is not _GitLabChanges:
+            return False
+        draft = changes.draft is not None or changes.work_in_progress is not None
+        return not draft and not _str(told.oldrev)
+
+    @staticmethod
+    def _moment(value: object) -> float | None:
+        """Either of GitLab's formats: ISO, or `2025-07-30 00:40:00 UTC`."""
+        text = _str(value)
+        return _time(text.removesuffix(" UTC") + "+00:00" * text.endswith(" UTC"))
+
+    def _fault(
+        self,
+        hook: str,
+        sent: _GitLabDelivery,
+        kind: str | None,
+        repo: str | None,
+        target: Target | None,
+    ) -> str | None:
+        if not self._is_served(hook, sent):
+            return "unhandled-event"
+        if self._confidential(hook, sent):
+            return "confidential"
+        if kind is None:
+            return "action-not-actionable"
+        if repo is None:
+            return "no-repository"
+        return None if target else "missing-number"
+
+    def _is_served(self, hook: str, sent: _GitLabDelivery) -> bool:
+        """An instance's own hooks, a group's epics and notes on code are not."""
+        name = _str(sent.object_kind)
+        told = _shaped(_GitLabItem, sent.object_attributes)
+        epic = name == "work_item" and sent.project is None
+        elsewhere = name == "note" and _str(told.noteable_type) not in self.noted
+        system = hook.lower() == "system hook"
+        return name in self.served and not (epic or elsewhere or system)
+
+    @staticmethod
+    def _confidential(hook: str, sent: _GitLabDelivery) -> bool:
+        """Said by the header alone on old issues, by `event_type` on an internal
+        note of a public issue. Whatever is not plainly false counts."""
+        told = _shaped(_GitLabItem, sent.object_attributes)
+        about = _shaped(_GitLabItem, sent.issue)
+        marks = (told.confidential, told.internal, about.confidential)
+        words = (hook.lower(), _str(sent.event_type).lower())
+        return any(mark not in (None, False) for mark in marks) or any(
+            word.startswith("confidential") for word in words
+        )
+
+    # --- who asked
+
+    def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
+        """No payload says who may; anybody may close or label their own issue."""
+        return "ask"
+
+    def ask(self, event: Event) -> bool:
+        """Whether the actor is a member who may push, by whatever way (REST
+        "Members": inherited and invited ones are in `all`)."""
+        if event.repo is None or event.actor is None:
+            return False
+        try:
+            return self._may_push(event.repo, event.actor.id)
+        except (Rejected, Refused) as error:
+            raise InfraError(error.message, error.fix) from error
+
+    def _may_push(self, repo: str, user: str) -> bool:
+        path, token = f"{self._project(repo)}/members/all/{user}", self._token()
+        try:
+            found = self._call("read a member", _GitLabMember, "GET", path, token)
+        except Rejected as error:
+            if error.status != 404:
+                raise
+            # a project that the token cannot see is a 404 too, and no answer
+            self._call("read the project", _GitLabId, "GET", self._project(repo), token)
+            return False
+        active = found.membership_state == "active" and str(found.id) == user
+        return active and found.access_level >= _DEVELOPER
+
+    def _who_we_are(self) -> str | None:
+        if self.settings.gitlab_token is None:
+            return None
+        what, token = "read our own account", self.settings.gitlab_token
+        return str(self._call(what, _GitLabId, "GET", "/user", token).id)
+
+    # --- credentials
+
+    def credential(self, repo: str) -> Credential:
+        return Credential("oauth2", self._token())
+
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """What `glab` reads (`glab help`, "Environment variables")."""
+        return {
+            "GITLAB_TOKEN": self._token(),
+            "GITLAB_HOST": self.settings.gitlab_url,
+            "GLAB_CHECK_UPDATE": "false",
+            "GLAB_SEND_TELEMETRY": "false",
+        }
+
+    def _token(self) -> str:
+        if self.settings.gitlab_token is None:
+            raise _no_token("GitLab has no token", "set GITLAB_TOKEN")
+        return self.settings.gitlab_token
+
+    # --- the repository and its requests
+
+    def _project(self, repo: str) -> str:
+        return f"/projects/{_quoted(repo)}"
+
+    def _at(self, repo: str, target: Target) -> str:
+        kinds = {"issue": "issues", "pull_request": "merge_requests"}
+        return f"{self._project(repo)}/{kinds[target.type]}/{target.number}"
+
+    def clone_url(self, repo: str) -> str:
+        return f"{self.settings.gitlab_url}/{repo}.git"
+
+    def default_branch(self, repo: str) -> str:
+        what, path = "read the project", self._project(repo)
+        row = self._call(what, _GitLabDefault, "GET", path, self._token())
+        return row.default_branch
+
+    def protected(self, repo: str, branch: str) -> bool:
+        """Asked of the branch, so that a wildcard, or a group's rule, counts; a rule
+        that lets our own token push protects nothing from it."""
+        what = "read the branch"
+        path = f"{self._project(repo)}/repository/branches/{_quoted(branch)}"
+        try:
+            row = self._call(what, _GitLabBranch, "GET", path, self._token())
+        except Rejected as error:
+            raise InfraError(error.message, "may the token read the branch?") from error
+        return row.protected and not row.can_push
+
+    def item(self, repo: str, target: Target) -> Target:
+        what, path = "read the item", self._at(repo, target)
+        row = self._call(what, _GitLabText, "GET", path, self._token())
+        if row.confidential:
+            raise Rejected("gitlab: the item is confidential now", 403)
+        return Target(target.type, target.number, row.title, row.description or "")
+
+    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
+        """Post once: a note of ours that holds the marker is the same one."""
+        path, token, own = (
+            f"{self._at(repo, target)}/notes",
+            self._token(),
+            self.own_id(),
+        )
+        for note in self._pages("read the notes", list[_GitLabNote], path, token):
+            ours = note.author is None or own is None or str(note.author.id) == own
+            if ours and marker in (note.body or ""):
+                return
+        said = text if marker in text else f"{text}\n\n{marker}"
+        body = {"body": _unobeyed(said)}
+        self._call("comment", _GitLabNote, "POST", path, token, body)
+
+    def find_request(self, repo: str, head: str) -> Request | None:
+        """The open merge request of exactly this branch of this project. A fork may
+        have a branch of the same name, so each row is compared."""
+        path, what = f"{self._project(repo)}/merge_requests", "look for the request"
+        only = {"state": "opened", "source_branch": head}
+        rows = self._pages(what, list[_GitLabRequest], path, self._token(), **only)
+        for row in rows:
+            home = row.source_project_id == row.target_project_id
+            if row.source_branch == head and home and row.target_project_id:
+                return self._request(row)
+        return None
+
+    def open_request(
+        self, repo: str, head: str, base: str, title: str, body: str
+    ) -> Request:
+        what, path = "open the merge request", f"{self._project(repo)}/merge_requests"
+        asked = {"source_branch": head, "target_branch": base, "title": title}
+        asked["description"] = _unobeyed(body)
+        try:
+            row = self._call(what, _GitLabRequest, "POST", path, self._token(), asked)
+        except Rejected as error:
+            found = self.find_request(repo, head) if error.status == 409 else None
+            if found is None:
+                raise
+            return found
+        return self._request(row)
+
+    @staticmethod
+    def _request(row: _GitLabRequest) -> Request:
+        """Without the title's draft prefix: that is a state, and not ours to end."""
+        return Request(row.iid, row.web_url, _DRAFT.sub("", row.title, count=1))
+
+    def retitle_request(self, repo: str, number: int, title: str) -> None:
+        """A draft stays one: its prefix goes before our marker."""
+        path, token = f"{self._project(repo)}/merge_requests/{number}", self._token()
+        now = self._call("read the request", _GitLabText, "GET", path, token).title
+        draft = _DRAFT.match(now)
+        asked = {"title": (draft.group() if draft else "") + title}
+        what = "retitle the merge request"
+        self._call(what, _GitLabRequest, "PUT", path, token, asked)
+
+
+def _header_bytes(text: str) -> bytes:
+    """A header as it was sent: the edge reads headers as latin-1."""
+    return text.encode("latin-1", "backslashreplace")
+
+
+_FORGE_CLASSES: dict[str, type[ApiForge]] = {"github": GitHub, "gitlab": GitLab}
 
 
 def forges_of(
-    settings: Settings, session: requests.Session | None = None
+    settings: Settings,
+    session: requests.Session | None = None,
+    clock: Clock = time.time,
 ) -> dict[str, Forge]:
     """The served forges: those with a webhook secret. Unset never means no check."""
     import requests
 
     session = session or requests.Session()
     return {
-        kind: forge(settings, session)
+        kind: forge(settings, session, clock)
         for kind, forge in _FORGE_CLASSES.items()
         if forge.secrets(settings)
     }
@@ -3541,10 +4133,8 @@ def trial_forge(kind: str, secret: str | None) -> ApiForge:
     if made is None:
         known = ", ".join(_FORGE_CLASSES)
         raise ConfigError(f"no forge {json.dumps(kind)}", f"name one of: {known}")
-    given = {made.secret_field: (secret,) if secret else ()}
-    return made(
-        msgspec.structs.replace(Settings(), **cast(Any, given)), requests.Session()
-    )
+    given = made.trial_settings(secret)
+    return made(msgspec.structs.replace(Settings(), **given), requests.Session())
 
 
 def trial_headers(
@@ -4016,6 +4606,33 @@ class Reader:
         """`ok`, or SQLite's first complaint."""
         answer: str = self._rows("PRAGMA quick_check(1)")[0][0]
         return answer
+
+    def backup(self, target: Path) -> None:
+        """Copy the database to a new private file while others go on using it.
+
+        Raises `ConfigError` when the file is there or cannot be written.
+        """
+        import sqlite3
+
+        part = target.with_name(f"{target.name}.{random_hex(4)}.part")
+        try:
+            for path in (target, part):  # the one holds the name, the other fills up
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            try:
+                with contextlib.closing(sqlite3.connect(part)) as copy:
+                    self._read.backup(copy)
+                    fault = copy.execute("PRAGMA quick_check(1)").fetchone()[0]
+                    copy.execute("PRAGMA journal_mode = DELETE")
+                if fault != "ok":
+                    raise InfraError(f"the copy is damaged: {fault}", "try again")
+                part.replace(target)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                target.unlink(missing_ok=True)
+                raise
+        except (OSError, sqlite3.Error) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{target}: {why}", "name a new file") from error
 
     def runs(self, limit: int, before: str | None = None) -> list[RunRow]:
         """Jobs, newest first, open ones included; older than the job `before`."""
@@ -8520,8 +9137,10 @@ STATUS_WORDS = {
 }
 
 
-def _refusal(status: int) -> Answer:
-    return Answer(status, {"status": "error", "reason": STATUS_WORDS[status]})
+def _refusal(status: int, fix: str | None = None) -> Answer:
+    """An error's answer; `fix` is a fixed sentence of ours, never a delivery's."""
+    told = {"status": "error", "reason": STATUS_WORDS[status]}
+    return Answer(status, told | ({"fix": fix} if fix else {}))
 
 
 class Intake:
@@ -8564,7 +9183,7 @@ class Intake:
             return _refusal(401)
         except Malformed as error:
             log_event("delivery-malformed", logging.WARNING, forge=kind, error=error)
-            return _refusal(400)
+            return _refusal(400, error.fix)
         except InfraError as error:
             log_event("delivery-not-stored", logging.ERROR, forge=kind, error=error)
             return _refusal(503)
@@ -9205,10 +9824,10 @@ class Redactor(logging.Filter):
 
 def secrets_of(settings: Settings) -> Iterator[str]:
     yield from settings.keys.values()
-    yield from settings.webhook_secret
-    for secret in (settings.github_pat, settings.panel_token):
-        if secret:
-            yield secret
+    for name, row in SETTINGS.items():
+        value = getattr(settings, name)
+        if _is_secret(row.variable) and isinstance(value, str | tuple):
+            yield from (value,) if isinstance(value, str) else value
 
 
 class LogFormat(logging.Formatter):
@@ -10065,13 +10684,15 @@ def _check_forges(
             continue
         if own is None:
             found = "deliveries are taken, but there is no token to answer with"
-            checks.append(Check(kind, "fail", found, "set GITHUB_PAT; see the README"))
+            fix = _FORGE_CLASSES[kind].token_fix
+            checks.append(Check(kind, "fail", found, fix))
             continue
-        hint = "redeliver missed ones there, GitHub never does so by itself"
+        hint = _FORGE_CLASSES[kind].outage_hint
         checks.append(Check(kind, "ok", f"served; token works (id {own}); {hint}"))
     if not served:
         found = "no forge is served"
-        fix = "set WEBHOOK_SECRET and GITHUB_PAT; see the README"
+        names = " or ".join(FORGES[kind].secret_variable for kind in _FORGE_CLASSES)
+        fix = f"set {names}, and what the README says of that forge"
         checks.append(Check("forges", "fail", found, fix))
 
 
@@ -10190,6 +10811,86 @@ def output_schema(command: str) -> dict[str, Any]:
         "title": f"pidispatch {command} --json",
         **msgspec.json.schema(OUTPUTS[command]),
     }
+
+
+# -- a service manager's unit -------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """A service manager's file: where it belongs, what it says, what starts it."""
+
+    path: Path
+    text: str
+    start: str
+
+
+def systemd_unit(program: Sequence[str], folder: Path) -> Unit:
+    """A user unit for systemd, started in `folder`, where .env and the rules are."""
+    text = render(
+        "pidispatch.service.j2",
+        command=" ".join(map(_unit_word, program)),
+        folder=str(folder).replace("%", "%%"),
+    )
+    path = Path.home() / ".config/systemd/user/pidispatch.service"
+    return Unit(path, text, "systemctl --user enable --now pidispatch")
+
+
+def _unit_word(word: str) -> str:
+    """One argument as systemd reads it: quoted, and free of its expansions."""
+    for special, plain in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+        word = word.replace(special, plain)
+    return f'"{word}"'
+
+
+#: launchd knows only success and failure: a wrong configuration ends as success.
+_LAUNCHD_SHELL = """\
+"$@" & pid=$!
+trap 'kill -TERM "$pid"' TERM
+wait "$pid"; code=$?
+trap - TERM
+[ "$code" -lt 128 ] || { wait "$pid"; code=$?; }
+[ "$code" -ne 2 ] || exit 0
+exit "$code"
+"""
+
+
+def launchd_agent(program: Sequence[str], folder: Path) -> Unit:
+    """A user agent for launchd."""
+    import plistlib
+
+    label = "dev.pi-dispatch.serve"
+    logs = str(Path.home() / "Library/Logs/pidispatch.log")
+    content = {
+        "Label": label,
+        "ProgramArguments": ["/bin/sh", "-c", _LAUNCHD_SHELL, "sh", *program],
+        "WorkingDirectory": str(folder),
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 5,
+        "ExitTimeOut": 75,
+        "StandardErrorPath": logs,
+    }
+    path = Path.home() / f"Library/LaunchAgents/{label}.plist"
+    start = f"launchctl bootstrap gui/$(id -u) {path}"
+    return Unit(path, plistlib.dumps(content).decode(), start)
+
+
+UNITS: Mapping[str, Callable[[Sequence[str], Path], Unit]] = {
+    "systemd": systemd_unit,
+    "launchd": launchd_agent,
+}
+
+
+def serve_command() -> list[str]:
+    """How this very program is started again, by absolute paths."""
+    import shutil
+
+    own = shutil.which(sys.argv[0])
+    if getattr(sys, "frozen", False):
+        return [sys.executable, "serve"]
+    if own and not own.endswith(".py"):
+        return [str(Path(own).absolute()), "serve"]
+    return [sys.executable, str(Path(__file__).absolute()), "serve"]
 
 
 # -- the image ----------------------------------------------------------------
@@ -10617,7 +11318,7 @@ class Service:
         clock: Clock = time.time,
     ) -> None:
         self.settings = settings
-        self.forges = forges_of(settings)
+        self.forges = forges_of(settings, clock=clock)
         self.triggers = TriggersFile(triggers, frozenset(self.forges))
         self.limits = LimitsFile(settings)
         self.store = Store(settings.db, clock)
@@ -10742,6 +11443,18 @@ def emit(value: Any, text: Callable[[], str], as_json: bool) -> None:
 
 
 _path_type = click.Path(path_type=Path)
+
+
+def _complete_jobs(_: click.Context, __: Any, begun: str) -> list[str]:
+    """Ids of the newest jobs for a shell that asks; nothing is better than noise."""
+    try:
+        rows = Reader(settings_of().db).runs(50)
+    except PidispatchError:
+        return []
+    return [row.id for row in rows if row.id.startswith(begun)]
+
+
+job_argument = click.argument("job", shell_complete=_complete_jobs)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 db_option = click.option("--db", type=_path_type, help="The queue's file (PI_DB).")
 file_argument = click.argument("file", type=_path_type, required=False)
@@ -10984,7 +11697,7 @@ def runs(db: Path | None, limit: int, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @db_option
 @json_option
 def show(job: str, db: Path | None, as_json: bool) -> None:
@@ -10994,7 +11707,7 @@ def show(job: str, db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @click.option(
     "--diff",
     "diffs",
@@ -11013,7 +11726,7 @@ def compare(job: str, diffs: str, db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @db_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 def logs(job: str, db: Path | None, follow: bool) -> None:
@@ -11072,7 +11785,7 @@ _CANCELLED = {
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @db_option
 def cancel(job: str, db: Path | None) -> None:
     """End one job; its siblings go on."""
@@ -11081,13 +11794,47 @@ def cancel(job: str, db: Path | None) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @click.option("--to", "branch", help="Push to this new branch instead.")
 @db_option
 def publish(job: str, branch: str | None, db: Path | None) -> None:
     """Publish a kept result again."""
     settings = settings_of(db)
     click.echo(plain_text(publish_by_hand(settings, Outside(settings.db), job, branch)))
+
+
+@main.command()
+@click.argument("file", type=_path_type)
+@db_option
+def backup(file: Path, db: Path | None) -> None:
+    """Copy the queue to a new file, also while it is in use."""
+    Reader(settings_of(db).db).backup(file)
+    click.echo(f"copied to {plain_text(file)}")
+
+
+@main.command()
+@click.option(
+    "--for",
+    "manager",
+    type=click.Choice(tuple(UNITS)),
+    default="launchd" if sys.platform == "darwin" else "systemd",
+    show_default=True,
+    help="Which service manager.",
+)
+@click.option("--install", is_flag=True, help="Write it to its place; never over one.")
+def service(manager: str, install: bool) -> None:
+    """Print a unit that runs `serve` in this folder. Exit code 2 does not restart."""
+    unit = UNITS[manager](serve_command(), Path.cwd())
+    if not install:
+        click.echo(unit.text, nl=False)
+        return
+    try:
+        unit.path.parent.mkdir(parents=True, exist_ok=True)
+        done = _create(unit.path, unit.text, 0o600)
+    except OSError as error:
+        why = f"{unit.path}: {error.strerror}"
+        raise ConfigError(why, "print it without --install") from error
+    click.echo(f"{done} {plain_text(unit.path)}\nnext: {unit.start}")
 
 
 @main.command("doctor")

@@ -152,7 +152,26 @@ def gh_remark(repo: demo.Repo, number: int, text: str) -> tuple[dict[str, str], 
     return demo.signed_delivery("issue_comment", payload, SECRET, "remark")
 
 
-FORGES = [ForgeCase("github", GH_PUBLISH, GH_COMMENT, gh_remark)]
+GL = "glab api projects/octo%2Fspoon"
+GL_COMMENT = f'{GL}/merge_requests/$number/notes -f body="$said" >/dev/null'
+GL_PUBLISH = f"""
+git push -q --force-with-lease=$branch:$expected origin $branch
+open=$({GL}"/merge_requests?state=opened&source_branch=$branch")
+test "$open" != "[]" || {GL}/merge_requests -f title="$title" \\
+    -f source_branch=$branch -f target_branch=main -f description="By hand." >/dev/null
+{GL}/issues/7/notes -f body="$said" >/dev/null
+"""
+
+
+def gl_remark(repo: demo.Repo, number: int, text: str) -> tuple[dict[str, str], bytes]:
+    payload = demo.gitlab_note_payload(repo, number, text, "maintainer", request=True)
+    return demo.gitlab_delivery(payload, SECRET, "remark")
+
+
+FORGES = [
+    ForgeCase("github", GH_PUBLISH, GH_COMMENT, gh_remark),
+    ForgeCase("gitlab", GL_PUBLISH, GL_COMMENT, gl_remark),
+]
 
 SET = """set -e; i=${PI_JOB_ID##*-r}; branch=$(git branch --show-current); number=7
 expected=$(git ls-remote origin refs/heads/$branch | cut -f1)
@@ -340,7 +359,7 @@ def test_two_runs_race_on_one_request_and_the_loser_is_reported_not_lost(
     tip = world.repo.branch("topic")
     log = world.repo.git.git("log", "--format=%s", f"{first}..{tip}").split("\n")
     assert [line for line in log if line] == [f"Replica {won.replica}"]
-    texts = world.comments(pull.number)
+    texts = [said.body for said in world.repo.comments_on(pull.number, True)]
     assert f"replica {won.replica} of 2: push ended 0" in texts
     assert f"replica {lost.replica} of 2: push ended 1" in texts
     [report] = [text for text in texts if "not-pushed" in text]

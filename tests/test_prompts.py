@@ -42,19 +42,41 @@ REQUEST = {
 }
 
 
-@pytest.mark.parametrize("kind", ["github", "gitlab", "forgejo", "azure"])
+#: What differs in each forge's event of an issue and of a comment on a request.
+EVENTS: dict[str, dict[str, dict[str, Any]]] = {
+    "github": {},
+    "gitlab": {
+        "issue": {"forge": "gitlab", "name": "issue", "repo": "group/sub/lamp"},
+        "request": {"forge": "gitlab", "name": "note", "repo": "group/sub/lamp"},
+    },
+    "forgejo": {
+        "issue": {"forge": "forgejo", "action": "label_updated"},
+        "request": {"forge": "forgejo"},
+    },
+    "azure": {
+        "issue": {"forge": "azure", "name": "workitem", "repo": "My Project/lamp"},
+        "request": {
+            "forge": "azure",
+            "name": "ms.vss-code.git-pullrequest-comment-event",
+            "repo": "My Project/lamp",
+        },
+    },
+}
+
+
 @pytest.mark.parametrize("publish", ["host", "agent"])
 @pytest.mark.parametrize("target", ["issue", "request"])
 @pytest.mark.parametrize("replica", [None, 2])
+@pytest.mark.parametrize("forge", EVENTS)
 def test_prompts_are_what_they_were(
-    maker: Maker, kind: str, publish: str, target: str, replica: int | None
+    maker: Maker, publish: str, target: str, replica: int | None, forge: str
 ) -> None:
     fields = REQUEST if target == "request" else {}
-    job = msgspec.structs.replace(job_of(maker, replica, **fields), kind=kind)
-    which = "replica" if replica else "plain"
-    of = "" if kind == "github" else f"{kind}-"
-    text = pidispatch.prompt_text(job, publish)
-    golden(f"{of}{target}-{which}-{publish}.prompt.md", text)
+    job = job_of(maker, replica, **{**fields, **EVENTS[forge].get(target, {})})
+    kind = "replica" if replica else "plain"
+    name = f"{target}-{kind}-{publish}.prompt.md"
+    path = name if forge == "github" else f"{forge}-{name}"
+    golden(path, pidispatch.prompt_text(job, publish))
 
 
 def attempt_of(maker: Maker, job: pidispatch.Job, tmp_path: Path) -> pidispatch.Attempt:

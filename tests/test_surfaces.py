@@ -252,7 +252,7 @@ def test_the_doctor_says_when_an_agent_would_have_no_cli(
     ("found", "words"),
     [
         (rule(LABEL, resume=True), "resume is refused"),
-        (rule(LABEL, kind="gitlab"), "this version serves github only"),
+        (rule(LABEL, kind="azure", repository="r"), pidispatch._ONLY),
         (
             rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local"),
             "cron rules do not fire",

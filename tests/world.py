@@ -228,6 +228,15 @@ DIALECTS: dict[str, tuple[type[demo.FakeForge], Callable[[str], dict[str, Any]]]
             "github_api_url": f"{url}/api/v3",
         },
     ),
+    "gitlab": (
+        demo.FakeGitLab,
+        lambda url: {
+            "gitlab_webhook_mode": "token",
+            "gitlab_webhook_secret": (SECRET,),
+            "gitlab_token": TOKEN,
+            "gitlab_url": url,
+        },
+    ),
 }
 
 

@@ -313,7 +313,12 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         "PI_PORT": "0",
         "PI_PANEL_PORT": "0",
     }
-    rule = {**RULES[0], "run": {**RULES[0]["run"], "publish": "agent"}}
+    (folder / ".git").mkdir()
+    (folder / ".git/HEAD").write_text("ref: refs/heads/main\n")
+    rule = {
+        "on": {"type": "cron", "id": "n", "pattern": "0 3 * * *"},
+        "run": {"kind": "local", "flow": "task", "folder": str(folder), "task": "x"},
+    }
     (folder / "triggers.json").write_text(json.dumps({"triggers": [rule]}))
     argv = [sys.executable, str(ROOT / "pidispatch.py"), "serve", "--no-worker"]
     with subprocess.Popen(
@@ -333,8 +338,8 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         told += serving.stderr.readlines()
         assert serving.wait(20) == 0, told
     events = [json.loads(line) for line in told if line.startswith("{")]
-    assert events[0]["event"] == "not-in-this-version"
-    assert "publish: agent is refused" in events[0]["what"]
+    off = [event for event in events if event["event"] == "cron-off"]
+    assert [event["what"] for event in off] == ["cron rules fire in the worker"]
     assert "canary-secret" not in "".join(told)
 
 
@@ -815,7 +820,6 @@ FAULTS: list[tuple[str, dict[str, str | None], str]] = [
     ("bad rules", {}, "✗ triggers: triggers.json: line 1, column 1: not JSON"),
     ("no rule", {}, "⚠ triggers: 0 rules"),
     ("other forge", {}, "✗ gitlab: rules name gitlab, which is not served"),
-    ("not yet", {}, "⚠ triggers: triggers[1]: in this version publish: agent is"),
     ("no sessions", {}, "✗ sessions: triggers[1]: `resume` without PI_SESSIONS_DIR"),
     ("no secret", {"WEBHOOK_SECRET": None}, "✗ forges: no forge is served"),
     ("no token", {"GITHUB_PAT": None}, "✗ github: deliveries are taken, but there is"),

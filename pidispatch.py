@@ -1236,14 +1236,19 @@ def html_text(text: str) -> str:
     """The text of an item's HTML as a person sees it, for the prompt."""
     from html import unescape
 
-    seen = re.sub(r"(?is)<(script|style)\b.*?(?:</\1\s*>|\Z)", "", text)
-    parts, last = [], 0
+    seen = re.sub(r"(?is)<(script|style)\b.*?(?:</\1\s*>|\Z)", "", text) + "<br>"
+    parts, last = [""], 0
     for tag in _TAG.finditer(seen):
-        parts.append(seen[last : tag.start()])
-        parts.append("\n" if _BREAKS.fullmatch(tag[2] or "") else "")
+        piece = unescape(seen[last : tag.start()]).replace("\xa0", " ")
+        begins = parts[-1].endswith("\n")
+        if not (begins and piece.isspace() and "\n" in piece):
+            parts += filter(None, [piece])
+        begins = parts[-1].endswith("\n")
+        name = (tag[2] or "").lower()
+        if name == "br" or (_BREAKS.fullmatch(name) and not begins):
+            parts.append("\n")
         last = tag.end()
-    plain = unescape("".join([*parts, seen[last:]])).replace("\xa0", " ")
-    return re.sub(r"\n\s*\n\s*", "\n\n", plain.replace("\r\n", "\n")).strip()
+    return "".join(parts).replace("\r\n", "\n").strip()
 
 
 @functools.cache
@@ -3409,10 +3414,10 @@ def _azure_changer(value: object) -> Actor | None:
 
 def _azure_tags(value: object) -> tuple[str, ...]:
     """`"a; b"` as names; the first spelling of those that differ in case."""
-    names = (name.strip() for name in _str(value).split(";"))
-    return tuple(
-        {name.casefold(): name for name in reversed([*names]) if name}.values()
-    )
+    found: dict[str, str] = {}
+    for name in map(str.strip, _str(value).split(";")):
+        found.setdefault(name.casefold(), name)
+    return tuple(filter(None, found.values()))
 
 
 def _azure_ref(value: object) -> str | None:
@@ -3578,15 +3583,14 @@ class Azure(ApiForge):
 
     @staticmethod
     def _remark(event: Event, item: _AzureWorkItem, fields: _AzureFields) -> Event:
-        """A comment on a work item: HTML, unless no tag is in it."""
+        """A comment on a work item is HTML."""
         version = _shaped(_AzureVersion, item.commentVersionRef)
         again = version.isDeleted is True or (_number(version.version) or 1) > 1
-        said = _str(fields.history)
         return msgspec.structs.replace(
             event,
-            comment=said,
+            comment=_str(fields.history),
             comment_id=_id(version.commentId),
-            markup="html" if _TAG.search(said) else "markdown",
+            markup="html",
             fault="action-not-actionable" if again else event.fault,
         )
 

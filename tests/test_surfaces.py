@@ -211,7 +211,7 @@ def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
     [
         (rule(LABEL, resume=True), "resume is refused"),
         (rule(LABEL, publish="agent"), "publish: agent is refused"),
-        (rule(LABEL, kind="gitlab"), "this version serves github only"),
+        (rule(LABEL, kind="gitlab"), "this version serves github, azure only"),
         (
             rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local"),
             "cron rules do not fire",

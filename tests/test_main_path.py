@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 from conftest import FakeClock
-from world import CANARIES, COMMIT, SECRET, World, bash, bridge_address, say, solve
+from world import (
+    CANARIES,
+    COMMIT,
+    DIALECTS,
+    SECRET,
+    World,
+    bash,
+    bridge_address,
+    say,
+    solve,
+)
 from world import world as make_world
 
 import pidispatch
@@ -30,8 +40,12 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def boxed(tmp_path: Path, docker_client: Any, job_image: str) -> Iterator[World]:
-    with make_world(tmp_path, docker_client) as made:
+def boxed(
+    tmp_path: Path, docker_client: Any, job_image: str, request: pytest.FixtureRequest
+) -> Iterator[World]:
+    """On the real engine; a test's parameter may name another forge than GitHub."""
+    kind = getattr(request, "param", "github")
+    with make_world(tmp_path, docker_client, kind=kind) as made:
         made.change(job_image=job_image, gate_image=job_image)
         yield made
         made.stop()
@@ -92,6 +106,30 @@ def test_one_real_delivery_makes_two_boxes_two_branches_and_two_requests(
     status_ = boxed.store.status(pidispatch.Caps.of(boxed.settings), time.time())
     assert status_.used == 2
     assert most_at_once(boxed, since) == 2, "they ran at the same time"
+    assert boxed.nothing_left()
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("boxed", [k for k in DIALECTS if k != "github"], indirect=True)
+def test_on_every_forge_an_urgent_label_makes_two_boxes_and_two_requests(
+    boxed: World,
+) -> None:
+    boxed.rules({"replicas": 2})
+    boxed.start()
+    jobs = boxed.label(guid=boxed.name)
+    runs = boxed.wait(jobs, 180)
+    assert [run.state for run in runs] == ["completed", "completed"]
+    pulls = boxed.pulls()
+    assert sorted(pulls) == ["pi/issue-7-r1", "pi/issue-7-r2"]
+    for i in (1, 2):
+        assert pulls[f"pi/issue-7-r{i}"].title == f"[r{i}/2] Bend the spoon"
+        record = boxed.record(jobs[i - 1])
+        assert (record.kind, record.replica, record.replicas) == (
+            boxed.forge.kind,
+            i,
+            2,
+        )
+    assert len(boxed.comments()) == 2
     assert boxed.nothing_left()
 
 

@@ -4466,6 +4466,19 @@ class Reader:
         others = [_run_row(row) for row in self._rows(sql, found.set, job)]
         return found, record, others
 
+    def kept(self, job: str) -> tuple[Job, Workspace, Record]:
+        """What is needed to publish a job again. Raises `ConfigError`."""
+        _, record, _ = self.run(job)
+        sql = "SELECT payload, work FROM jobs WHERE id = ?"
+        row = self._rows(sql, job)[0]
+        if record is None or row["work"] is None or not row["payload"]:
+            raise ConfigError(f"{job} has nothing to publish", "see `pidispatch runs`")
+        return (
+            msgspec.json.decode(row["payload"], type=Job),
+            msgspec.json.decode(row["work"], type=Workspace),
+            record,
+        )
+
     def own_tips(self, job: Job) -> frozenset[str]:
         """The commits we ever pushed to the job's branch; others are not ours."""
         sql = """SELECT tip FROM pushes WHERE kind = ? AND target = ?
@@ -4913,19 +4926,6 @@ class Outside(Reader):
         sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
         self._write(lambda db: db.execute(sql, (job,)))
         return run.state
-
-    def kept(self, job: str) -> tuple[Job, Workspace, Record]:
-        """What is needed to publish a job again. Raises `ConfigError`."""
-        _, record, _ = self.run(job)
-        sql = "SELECT payload, work FROM jobs WHERE id = ?"
-        row = self._rows(sql, job)[0]
-        if record is None or row["work"] is None or not row["payload"]:
-            raise ConfigError(f"{job} has nothing to publish", "see `pidispatch runs`")
-        return (
-            msgspec.json.decode(row["payload"], type=Job),
-            msgspec.json.decode(row["work"], type=Workspace),
-            record,
-        )
 
     def pushed(self, job: Job, tip: str) -> None:
         self._write(lambda db: _pushed(db, job, tip, self.clock()))
@@ -6833,6 +6833,18 @@ class Quarantine(Repository, frozen=True):
             raise BundleRefused("too-large")
         return done
 
+    def text(self, *arguments: str, limit: int) -> tuple[str, bool]:
+        """At most `limit` bytes of a command's output; True when there was more."""
+        import tempfile
+
+        with tempfile.TemporaryFile(dir=self.path) as sink:
+            done = self.call(*arguments, sink=sink.fileno())
+            if done.code:
+                raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
+            sink.seek(0)
+            found = sink.read(limit + 1)
+        return found[:limit].decode("utf-8", "replace"), len(found) > limit
+
 
 def _limits(cpu: int) -> Callable[[], None]:
     """Bounds set in a child that reads what a box made, before it starts."""
@@ -7069,6 +7081,72 @@ def publish_to(
     with check_bundle(mirror, work.bundle, work.base) as quarantine:
         push(quarantine, remote, branch, None)
     return quarantine.tip
+
+
+#: Bytes of a diff that are shown, and of a list of changed files that are read.
+DIFF_BYTES = 256 * 1024
+FILES_BYTES = 1024 * 1024
+
+_DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+
+#: What makes a file a test by its path: a folder's name, or its own.
+_TEST_PATH = re.compile(
+    r"(^|/)(tests?|specs?|__tests__|testdata)/|(^|/)(test|spec)_[^/]*$"
+    r"|[._-](test|tests|spec)\.[^/.]+$|(^|/)conftest\.py$|Tests?\.[^/.]+$"
+)
+
+
+class FileChange(msgspec.Struct, frozen=True):
+    """One changed file; a binary one has no count of lines."""
+
+    path: str
+    added: int | None
+    removed: int | None
+    test: bool
+
+
+class Diff(msgspec.Struct, frozen=True):
+    """A unified diff, `truncated` after `DIFF_BYTES`."""
+
+    text: str
+    truncated: bool
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What a result changed: its commits, its files, its diff against its start."""
+
+    commits: int
+    files: tuple[FileChange, ...]
+    diff: Diff
+
+
+def changed_files(listed: str) -> Iterator[FileChange]:
+    """The rows of `git diff --numstat -z`; a last one that was cut is left out."""
+    for row in listed.split("\0")[:-1]:
+        added, removed, path = row.split("\t", 2)
+        plus, minus = (None if n == "-" else int(n) for n in (added, removed))
+        yield FileChange(path, plus, minus, _TEST_PATH.search(path) is not None)
+
+
+def change_of(result: Quarantine, start: str) -> Change:
+    """What a result changed since `start`, a commit it descends from."""
+    listed, _ = result.text(
+        *_DIFF, "--numstat", "-z", start, result.tip, limit=FILES_BYTES
+    )
+    files = tuple(changed_files(listed))
+    return Change(result.commits, files, diff_of(result, start, result.tip))
+
+
+def diff_of(result: Quarantine, old: str, new: str) -> Diff:
+    return Diff(*result.text(*_DIFF, old, new, limit=DIFF_BYTES))
+
+
+def diff_between(one: Quarantine, other: Quarantine) -> Diff:
+    """How the second result differs from the first, read as one repository."""
+    info = one.path / "objects" / "info" / "alternates"
+    with info.open("a", encoding="utf-8") as alternates:
+        alternates.write(f"{other.path / 'objects'}\n")
+    return diff_of(one, one.tip, other.tip)
 
 
 def _push_result(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> str | None:
@@ -8042,10 +8120,7 @@ def publish_by_hand(
     publishing raises.
     """
     job, workspace, _ = outside.kept(job_id)
-    forge = forges_of(settings).get(job.kind)
-    if forge is None:
-        variable = FORGES[job.kind].secret_variable
-        raise ConfigError(f"{job.kind} is not served", f"set {variable}")
+    forge = _served(settings, job)
     ours = outside.own_tips(job)
     work = kept_work(kept_path(settings, job_id), workspace, ours)
     if work.bundle is None:
@@ -8059,6 +8134,31 @@ def publish_by_hand(
     )
     outside.published(job_id, published.request)
     return published.request.url if published.request else "nothing to publish"
+
+
+def open_kept(settings: Settings, reader: Reader, job_id: str) -> Quarantine:
+    """A kept result in a quarantine of its own; close it after use.
+
+    The forge is asked only for a base that the mirror has lost. Raises
+    `ConfigError` when nothing is kept, `BundleRefused` and what fetching raises.
+    """
+    job, workspace, _ = reader.kept(job_id)
+    work = kept_work(kept_path(settings, job_id), workspace, frozenset())
+    if work.bundle is None:
+        raise ConfigError(f"no commits of {job_id} are kept", "see `pidispatch show`")
+    mirrors = Mirrors(settings.state_dir / "mirrors")
+    mirror = mirrors.of(job.kind, job.repo)
+    if not (mirror.path.exists() and mirror.has(work.base)):
+        mirror = mirrors.restore(Remote.of(_served(settings, job), job.repo), job, work)
+    return check_bundle(mirror, work.bundle, work.base)
+
+
+def _served(settings: Settings, job: Job) -> Forge:
+    forge = forges_of(settings).get(job.kind)
+    if forge is None:
+        variable = FORGES[job.kind].secret_variable
+        raise ConfigError(f"{job.kind} is not served", f"set {variable}")
+    return forge
 
 
 def _kept_text(folder: Path, name: str) -> str | None:
@@ -9183,6 +9283,167 @@ def json_or_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+# -- a set side by side -------------------------------------------------------
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a set; what is not known, or not yet, is null.
+
+    `seconds` is its time in the box, `model` its provider/model, `note` why it
+    has no change to show.
+    """
+
+    job: str
+    replica: int | None
+    replicas: int | None
+    state: str
+    reason: str | None
+    model: str | None = None
+    turns: int | None = None
+    tokens: int | None = None
+    cost: float | None = None
+    seconds: float | None = None
+    request: Request | None = None
+    change: Change | None = None
+    note: str | None = None
+
+
+class Between(msgspec.Struct, frozen=True):
+    """How the run `new` differs from its sibling `old`, by job ids."""
+
+    old: str
+    new: str
+    diff: Diff
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The runs of one delivery, unranked: a person picks."""
+
+    target: str
+    flow: str
+    runs: list[Compared]
+    between: list[Between]
+
+
+def compare_runs(settings: Settings, reader: Reader, job: str) -> Comparison:
+    """A job and its siblings, from the kept bundles. Raises `ConfigError`."""
+    run, _, siblings = reader.run(job)
+    rows = sorted([run, *siblings], key=lambda row: row.replica or 0)
+    with contextlib.ExitStack() as stack:
+        opened: dict[str, Quarantine] = {}
+        notes: dict[str, str] = {}
+        for row in rows:
+            try:
+                result = stack.enter_context(open_kept(settings, reader, row.id))
+                opened[row.id] = result
+            except PidispatchError as error:
+                notes[row.id] = error.message
+        runs = [
+            _compared(reader, row, opened.get(row.id), notes.get(row.id))
+            for row in rows
+        ]
+        pairs = itertools.combinations(opened, 2)
+        between = [Between(a, b, diff_between(opened[a], opened[b])) for a, b in pairs]
+    return Comparison(run.target, run.flow, runs, between)
+
+
+def _compared(
+    reader: Reader, row: RunRow, result: Quarantine | None, note: str | None
+) -> Compared:
+    _, record, _ = reader.run(row.id)
+    change = None
+    if result is not None:
+        _, workspace, _ = reader.kept(row.id)
+        change = change_of(result, _start_of(result, workspace))
+    return Compared(
+        job=row.id,
+        replica=row.replica,
+        replicas=row.replicas,
+        state=row.state,
+        reason=row.reason,
+        model=f"{record.provider}/{record.model}" if record else None,
+        turns=record.turns if record else None,
+        tokens=row.tokens,
+        cost=record.tokens.cost if record and record.tokens else None,
+        seconds=seconds_of(record) if record else None,
+        request=row.request,
+        change=change,
+        note=note,
+    )
+
+
+def _start_of(result: Quarantine, workspace: Workspace) -> str:
+    """The base, or a request's head where the run built upon that."""
+    head = workspace.request_sha
+    if head and not result.call("merge-base", "--is-ancestor", head, result.tip).code:
+        return head
+    return workspace.base
+
+
+def seconds_of(record: Record) -> float | None:
+    from datetime import datetime
+
+    if record.startedAt is None:
+        return None
+    ended = datetime.fromisoformat(record.endedAt)
+    return (ended - datetime.fromisoformat(record.startedAt)).total_seconds()
+
+
+def _files(run: Compared) -> tuple[FileChange, ...]:
+    return run.change.files if run.change else ()
+
+
+#: The rows of the comparison: a name, and what it reads of a run.
+COMPARED: tuple[tuple[str, Callable[[Compared], object]], ...] = (
+    ("job", lambda run: run.job),
+    ("state", lambda run: run.state),
+    ("reason", lambda run: run.reason),
+    ("model", lambda run: run.model),
+    ("commits", lambda run: run.change and run.change.commits),
+    ("files", lambda run: run.change and len(_files(run))),
+    ("lines +", lambda run: run.change and sum(f.added or 0 for f in _files(run))),
+    ("lines -", lambda run: run.change and sum(f.removed or 0 for f in _files(run))),
+    ("tests touched", lambda run: run.change and sum(f.test for f in _files(run))),
+    ("turns", lambda run: run.turns),
+    ("tokens", lambda run: run.tokens),
+    ("cost, USD", lambda run: run.cost and f"{run.cost:.4f}"),
+    ("seconds", lambda run: run.seconds and f"{run.seconds:.1f}"),
+    ("request", lambda run: run.request and run.request.url),
+    ("note", lambda run: run.note),
+)
+
+
+def comparison_rows(found: Comparison) -> list[tuple[str, ...]]:
+    """A name and a cell for each run; a row that no run fills is left out."""
+    rows = [(name, [read(run) for run in found.runs]) for name, read in COMPARED]
+    return [
+        (name, *("-" if cell is None else str(cell) for cell in cells))
+        for name, cells in rows
+        if any(cell is not None for cell in cells)
+    ]
+
+
+def comparison_text(found: Comparison, diffs: str) -> str:
+    """The set as a table, then the diffs that `diffs` names (all, base, …)."""
+    badges = [replica_badge(run.replica, run.replicas) for run in found.runs]
+    lines = [f"{found.target} {found.flow}", ""]
+    lines.append(table(("", *badges), comparison_rows(found)))
+    if diffs in ("all", "base"):
+        for run, badge in zip(found.runs, badges, strict=True):
+            if run.change:
+                lines += _titled(f"{badge} against its base", run.change.diff)
+    if diffs in ("all", "siblings"):
+        for pair in found.between:
+            lines += _titled(f"from {pair.old} to {pair.new}", pair.diff)
+    return "\n".join(lines)
+
+
+def _titled(title: str, diff: Diff) -> list[str]:
+    shown = [plain_text(line.expandtabs(4)) for line in diff.text.splitlines()]
+    cut = [f"(cut after {DIFF_BYTES // 1024} KiB)"] if diff.truncated else []
+    return ["", f"== {title}", *(shown or ["no difference"]), *cut]
+
+
 # -- rules --------------------------------------------------------------------
 
 
@@ -9728,6 +9989,7 @@ OUTPUTS: Mapping[str, Any] = {
     "triggers try": Trial,
     "runs": list[Record],
     "show": RunDetail,
+    "compare": Comparison,
     "status": Status,
     "doctor": list[Check],
     "verify-image": list[Finding],
@@ -10059,6 +10321,25 @@ def show(job: str, db: Path | None, as_json: bool) -> None:
     """One run, its record and request, its siblings by job id."""
     detail = RunDetail(*Reader(settings_of(db).db).run(job))
     emit(detail, lambda: run_detail(detail), as_json)
+
+
+@main.command()
+@click.argument("job")
+@click.option(
+    "--diff",
+    "diffs",
+    type=click.Choice(("siblings", "base", "all", "none")),
+    default="siblings",
+    show_default=True,
+    help="Which diffs to print.",
+)
+@db_option
+@json_option
+def compare(job: str, diffs: str, db: Path | None, as_json: bool) -> None:
+    """The runs of a set side by side, from what is kept of them. No ranking."""
+    settings = settings_of(db)
+    found = compare_runs(settings, Reader(settings.db), job)
+    emit(found, lambda: comparison_text(found, diffs), as_json)
 
 
 @main.command()

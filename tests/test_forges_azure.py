@@ -615,7 +615,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(JSON, st.sampled_from([*Azure.served, "x"]), JSON)
 def test_any_json_parses_to_a_sound_event_or_is_malformed(
     resource: object, name: str, containers: object

@@ -42,16 +42,33 @@ REQUEST = {
 }
 
 
+#: What differs in each forge's event of an issue and of a comment on a request.
+EVENTS: dict[str, dict[str, dict[str, Any]]] = {
+    "github": {},
+    "azure": {
+        "issue": {"forge": "azure", "name": "workitem", "repo": "My Project/lamp"},
+        "request": {
+            "forge": "azure",
+            "name": "ms.vss-code.git-pullrequest-comment-event",
+            "repo": "My Project/lamp",
+        },
+    },
+}
+
+
 @pytest.mark.parametrize("publish", ["host", "agent"])
 @pytest.mark.parametrize("target", ["issue", "request"])
 @pytest.mark.parametrize("replica", [None, 2])
+@pytest.mark.parametrize("forge", EVENTS)
 def test_prompts_are_what_they_were(
-    maker: Maker, publish: str, target: str, replica: int | None
+    maker: Maker, publish: str, target: str, replica: int | None, forge: str
 ) -> None:
     fields = REQUEST if target == "request" else {}
-    job = job_of(maker, replica, **fields)
+    job = job_of(maker, replica, **{**fields, **EVENTS[forge].get(target, {})})
     kind = "replica" if replica else "plain"
-    golden(f"{target}-{kind}-{publish}.prompt.md", pidispatch.prompt_text(job, publish))
+    name = f"{target}-{kind}-{publish}.prompt.md"
+    path = name if forge == "github" else f"{forge}-{name}"
+    golden(path, pidispatch.prompt_text(job, publish))
 
 
 def attempt_of(maker: Maker, job: pidispatch.Job, tmp_path: Path) -> pidispatch.Attempt:

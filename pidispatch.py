@@ -12,13 +12,14 @@ The map, bottom-up; a section uses only what stands above it:
     settings     one typed object from the environment, .env and the overlay
     identity     job ids, keys, branches, container names; pure functions
     triggers     typed rules, refusals, JSON Schema, matching an event
+    limits       typed scope caps and pause windows, refusals, JSON Schema
     forges       verify, parse, who asks, comment, review request; one class each
     store        all SQL, one writer
     prompts      the Jinja environment; prompt, HARD_RULES, comments
     box          Docker: network, gate, container, wait, stop, reap
     publish      host-side git: mirrors, packs, bundles, pushes, requests
     dispatch     the ladder before spending; one job from claim to record
-    intake       the HTTP edge, the inbox, the triggers watcher
+    intake       the HTTP edge, the inbox, the watchers of rules and limits
     surfaces     tables, run detail, doctor
     cli          click commands: parsing and calling, nothing else
 """
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     import socket
     import sqlite3
     import subprocess
+    from datetime import date
     from ipaddress import IPv4Network
 
     import docker
@@ -285,6 +287,8 @@ Outcome = Literal["completed", "policy", "failed"]
 #: The life of a job row. `starting` is entered by the transaction that reserves
 #: the caps; `publishing` means paid for, recorded, and not yet published.
 JOB_STATES = ("queued", "claimed", "starting", "running", "publishing", "done")
+#: Those of a job that can still be cancelled.
+OPEN_STATES = JOB_STATES[:4]
 DELIVERY_STATES = ("pending", "admitted")
 LEDGER_STATES = ("reserved", "kept", "released")
 
@@ -584,7 +588,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "The rules; `serve` falls back to ./triggers.json.",
     )
     limits_file: Path | None = _setting(
-        "PI_LIMITS_FILE", _path, None, "Scope caps and pause windows."
+        "PI_LIMITS_FILE",
+        _path,
+        None,
+        "Scope caps and pause windows; `serve` falls back to ./limits.json, if there.",
     )
     settings_file: Path | None = _setting(
         "PI_SETTINGS_FILE", _path, None, "JSON overlay, read again before every job."
@@ -664,10 +671,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "PI_MONTHLY_CAP", _integer(1), None, "Jobs a month."
     )
     soft_hold_pct: int | None = _setting(
-        "PI_SOFT_HOLD_PCT", _integer(1), None, "Hold new jobs at this share of a cap."
+        "PI_SOFT_HOLD_PCT",
+        _integer(1, 99),
+        None,
+        "Refuse new jobs from this share of a job cap on, in percent.",
     )
     daily_token_cap: int | None = _setting(
-        "PI_DAILY_TOKEN_CAP", _integer(1), None, "Tokens a day."
+        "PI_DAILY_TOKEN_CAP",
+        _integer(1),
+        None,
+        "Tokens a day; a job that starts reserves its PI_MAX_TOKENS.",
     )
     timezone: str = _setting("PI_TIMEZONE", _zone, "UTC", "Zone of the caps' windows.")
     target_hourly: int = _setting(
@@ -722,6 +735,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     github_api_url: str = _setting(
         "GITHUB_API_URL", _url, "https://api.github.com", "GitHub's API."
     )
+    gitlab_url: str = _setting(
+        "GITLAB_URL", _url, "https://gitlab.com", "The GitLab instance."
+    )
+    gitlab_token: str | None = _setting(
+        "GITLAB_TOKEN", _text, None, "GitLab token with the scope `api`."
+    )
+    gitlab_webhook_mode: str | None = _setting(
+        "GITLAB_WEBHOOK_MODE",
+        _choice("signature", "token"),
+        None,
+        "The one credential that is accepted; needed with the secret.",
+    )
+    gitlab_webhook_secret: tuple[str, ...] = _setting(
+        "GITLAB_WEBHOOK_SECRET",
+        _secrets,
+        (),
+        "Signing tokens (`whsec_…`) or secret tokens, comma separated.",
+    )
     azure_org_url: str | None = _setting(
         "AZURE_ORG_URL",
         _url,
@@ -770,8 +801,42 @@ SETTINGS: Mapping[str, SettingRow] = dict(
 )
 
 
-#: What serves nothing without another setting: the secret, and the address it needs.
-_NEEDS = {"azure_webhook_secret": "azure_org_url"}
+#: A forge that is to be served with the first needs the others as well.
+_TOGETHER = (
+    ("GITLAB_WEBHOOK_SECRET", "GITLAB_WEBHOOK_MODE", "GITLAB_TOKEN"),
+    ("AZURE_WEBHOOK_SECRET", "AZURE_ORG_URL", "AZURE_TOKEN"),
+)
+
+
+def signing_key(secret: str) -> bytes | None:
+    """The key in a signing token, `whsec_` and base64; None when it is not one."""
+    import base64
+
+    try:
+        key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+    except ValueError:
+        return None
+    return key if key and secret.startswith("whsec_") else None
+
+
+#: What each setting allows and two of them together do not.
+_CONTRADICTIONS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        lambda parsed: (
+            parsed.get("gitlab_webhook_mode") == "signature"
+            and not all(map(signing_key, parsed.get("gitlab_webhook_secret", ())))
+        ),
+        "GITLAB_WEBHOOK_SECRET=… must be signing tokens, `whsec_` and base64, with "
+        "GITLAB_WEBHOOK_MODE=signature",
+    ),
+    (
+        lambda parsed: (
+            parsed.get("azure_webhook_mode") == "header"
+            and "azure_webhook_header" not in parsed
+        ),
+        "AZURE_WEBHOOK_MODE=header needs AZURE_WEBHOOK_HEADER",
+    ),
+)
 
 
 def load_settings(
@@ -785,16 +850,13 @@ def load_settings(
     values = _dotenv(dotenv, faults) if dotenv and dotenv.is_file() else {}
     values.update(os.environ if environ is None else environ)
     parsed = _parse_fields(values, faults)
-    for name, needed in _NEEDS.items():
-        if name in parsed and needed not in parsed:
-            given, absent = SETTINGS[name].variable, SETTINGS[needed].variable
-            faults.append(f"{given} is set and {absent} is not")
-    if parsed.get("azure_webhook_mode") == "header" and (
-        "azure_webhook_header" not in parsed
-    ):
-        faults.append(
-            "AZURE_WEBHOOK_MODE is header and AZURE_WEBHOOK_HEADER is not set"
-        )
+    faults += [
+        f"{first} is of no use without {other}"
+        for first, *others in _TOGETHER
+        for other in others
+        if first in values and other not in values
+    ]
+    faults += [fault for holds, fault in _CONTRADICTIONS if holds(parsed)]
     if "providers_file" in parsed:
         parsed["providers"] = _load_providers(parsed["providers_file"], faults)
     providers: Mapping[str, Provider] = parsed.get("providers", PROVIDERS)
@@ -1088,6 +1150,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     `markup` is the language of `comment`. `head_ref` is the full name of the
     request's source branch where the forge has no ref of the request itself, and
     `rev` the item's revision that the event made.
+    `inert`: a request's update that changed neither its commits, nor that it is a
+    draft, nor added a label.
     """
 
     forge: ForgeKind
@@ -1114,6 +1178,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     markup: Literal["html", "markdown"] = "markdown"
     head_ref: str | None = None
     rev: int | None = None
+    inert: bool = False
 
 
 class On(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -1712,11 +1777,15 @@ def _finite(number: float) -> bool:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """A value of the file, its path, and the list that its faults go to."""
+    """A value of the file, its path, and the list that its faults go to.
+
+    `strange` says what is told of a key that does not belong there.
+    """
 
     path: str
     value: Any
     faults: list[str]
+    strange: Callable[[str, Sequence[str], str], str]
 
     def at(self, *keys: str | int) -> _Place:
         """What stands below; its value is UNSET where nothing does."""
@@ -1727,7 +1796,7 @@ class _Place(msgspec.Struct, frozen=True):
                 value = value[key]
             except (KeyError, IndexError, TypeError):
                 value = msgspec.UNSET
-        return _Place(path, value, self.faults)
+        return _Place(path, value, self.faults, self.strange)
 
     def refuse(self, why: str) -> None:
         if isinstance(self.value, float) and not _finite(self.value):
@@ -1741,7 +1810,7 @@ class _Place(msgspec.Struct, frozen=True):
             return False
         for key in self.value:
             if key not in fields:
-                self.at(key).refuse(_unknown(key, tuple(fields), name))
+                self.at(key).refuse(self.strange(key, tuple(fields), name))
         return True
 
 
@@ -1749,14 +1818,25 @@ def _folded(name: str) -> str:
     return re.sub(r"[\W_]", "", name.casefold())
 
 
-def _unknown(key: str, fields: Sequence[str], name: str) -> str:
-    """What to say of a key that the object does not know."""
+def _nearest(key: str, words: Iterable[str]) -> str | None:
     import difflib
 
-    home = next((n for n, rows in (("on", _ON), ("run", _RUN)) if key in rows), None)
-    known = {_folded(word): word for word in (*_FOREIGN, *fields)}
+    known = {_folded(word): word for word in words}
     close = difflib.get_close_matches(_folded(key)[:64], known, 1, 0.65)
-    nearest = known[close[0]] if close else None
+    return known[close[0]] if close else None
+
+
+def _unknown(key: str, fields: Sequence[str], name: str) -> str:
+    """What to say of a key that the object does not know."""
+    nearest = _nearest(key, fields)
+    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(fields)}"
+    return f"is not a field of {name}; {hint}"
+
+
+def _unknown_of_rule(key: str, fields: Sequence[str], name: str) -> str:
+    """The same in a rule, where it may be at home elsewhere or in another system."""
+    home = next((n for n, rows in (("on", _ON), ("run", _RUN)) if key in rows), None)
+    nearest = _nearest(key, (*_FOREIGN, *fields))
     if home and key not in _FOREIGN:
         return f"is not a field of {name}; {key} belongs under `{home}`"
     if nearest in _FOREIGN and (key == nearest or nearest not in fields):
@@ -1764,8 +1844,7 @@ def _unknown(key: str, fields: Sequence[str], name: str) -> str:
             f"is the field {nearest} of the source system (pi-dispatch), which"
             f" pidispatch does not have: {_FOREIGN[nearest]}"
         )
-    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(fields)}"
-    return f"is not a field of {name}; {hint}"
+    return _unknown(key, fields, name)
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -2013,16 +2092,26 @@ def _entry(place: _Place) -> _Entry:
     return entry
 
 
+def _listed(root: _Place, key: str, what: str) -> list[_Place]:
+    """The items of an array of the file; refuses what is none."""
+    listed = root.at(key)
+    if not isinstance(listed.value, list):
+        listed.refuse(f"must be an array of {what}; [] is an empty one")
+        return []
+    return [listed.at(i) for i in range(len(listed.value))]
+
+
+def _check_reference(root: _Place) -> None:
+    reference = root.at("$schema")
+    if not isinstance(reference.value, str | msgspec.UnsetType):
+        reference.refuse("must be a string")
+
+
 def _entries(root: _Place) -> list[_Entry]:
     if not root.only(("$schema", "triggers"), "the file"):
         return []
-    listed, reference = root.at("triggers"), root.at("$schema")
-    if not isinstance(reference.value, str | msgspec.UnsetType):
-        reference.refuse("must be a string")
-    if not isinstance(listed.value, list):
-        listed.refuse("must be an array of rules; [] is an empty one")
-        return []
-    entries = [_entry(listed.at(i)) for i in range(len(listed.value))]
+    _check_reference(root)
+    entries = [_entry(place) for place in _listed(root, "triggers", "rules")]
     _refuse_twins(entries, "cron", lambda entry: entry.on.get("id"), "id")
     _refuse_twins(entries, "comment", lambda entry: entry.kind, "phrase")
     return entries
@@ -2054,7 +2143,7 @@ def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
     Faults of the file as a whole begin with their line and column.
     """
     faults: list[str] = []
-    root = _Place("", _parse(text, faults), faults)
+    root = _Place("", _parse(text, faults), faults, _unknown_of_rule)
     entries = _entries(root) if root.value is not msgspec.UNSET else []
     if faults:
         raise Faults(source, faults)
@@ -2085,13 +2174,16 @@ def triggers_schema() -> dict[str, Any]:
     rule = _as_object(
         {"on": _rows_schema(_ON), "run": _rows_schema(_RUN)}, ("on", "run")
     )
-    listed = {"type": "array", "items": rule}
+    return _file_schema("triggers", {"triggers": rule})
+
+
+def _file_schema(title: str, lists: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a file that is an object of arrays, by their items' schemas."""
+    arrays = {name: {"type": "array", "items": item} for name, item in lists.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "pidispatch triggers",
-        **_as_object(
-            {"$schema": {"type": "string"}, "triggers": listed}, ("triggers",)
-        ),
+        "title": f"pidispatch {title}",
+        **_as_object({"$schema": {"type": "string"}, **arrays}, tuple(lists)),
     }
 
 
@@ -2234,7 +2326,7 @@ def _judge_request(rule: Rule, event: Event) -> str | Drop:
     if labelling and on.match == "added" and (on.any or on.all):
         found = _judge_labels(rule, event)
         return _far(event) if found == Drop("no-allowlisted-label") else found
-    return event.action if _holds(on, event) else _far(event)
+    return event.action if _holds(on, event) and not event.inert else _far(event)
 
 
 def _judge_close(rule: Rule, event: Event) -> str | Drop:
@@ -2314,6 +2406,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """`owner/repo#7`, as records and logs name the target."""
         return target_name(self.kind, self.repo, self.target.type, self.target.number)
 
+    @property
+    def place(self) -> str:
+        """Where it works, as scopes of limits.json match it: one spelling a place."""
+        if self.kind == "local":
+            return f"local:{os.path.normpath(self.run.folder or '')}"
+        return f"{self.kind}:{self.repo.casefold()}"
+
     def without_text(self) -> Job:
         """What is kept of a job that can run no more: numbers, ids, fixed words."""
         return msgspec.structs.replace(
@@ -2388,6 +2487,303 @@ def _replica(plain: Job, event: Event, i: int, n: int) -> Job:
 
 
 # =============================================================================
+# limits
+#
+# What each scope may use, and when nothing of it may start: limits.json as typed
+# values, every refusal at load, its JSON Schema, and which pauses hold at a time.
+# Built on the rows and places of the section above; knows nothing of the queue.
+# =============================================================================
+
+Span = Literal["day", "week", "month"]
+SPANS: tuple[Span, ...] = ("day", "week", "month")
+_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+def scope_pattern(scope: str) -> str:
+    """A scope as a glob over `Job.place`; forges ignore the case of names."""
+    if scope == "*":
+        return scope
+    if scope in _KINDS:
+        return f"{scope}:*"
+    if scope.startswith("/"):
+        return "local:" + re.sub(r"([*?[])", r"[\1]", os.path.normpath(scope))
+    name, every = scope.casefold(), scope.endswith("/*")
+    plain = re.sub(r"([*?[])", r"[\1]", name.removesuffix("*") if every else name)
+    return plain + "*" * every
+
+
+def in_scope(pattern: str, place: str) -> bool:
+    """What SQLite's GLOB says of the two, without asking it."""
+    from fnmatch import fnmatchcase
+
+    return fnmatchcase(place, pattern)
+
+
+class ScopeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one scope may use: jobs a window, and jobs at once."""
+
+    scope: str
+    day: int | None = None
+    week: int | None = None
+    month: int | None = None
+    concurrent: int | None = None
+
+    @property
+    def pattern(self) -> str:
+        return scope_pattern(self.scope)
+
+
+class PauseWindow(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    rename={"begins": "from", "ends": "to"},
+):
+    """Wall-clock times of `tz` between which nothing of the scope starts.
+
+    `begins` and `ends` are HH:MM; an end that is not later lies on the next day.
+    `days` and `dates` are those on which it begins; neither means every day.
+    """
+
+    scope: str
+    begins: str
+    ends: str
+    tz: str
+    days: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
+
+    @property
+    def pattern(self) -> str:
+        return scope_pattern(self.scope)
+
+    def until(self, now: float) -> float | None:
+        """When it ends, seconds, if it holds at `now`; None if it does not.
+
+        What the clock on the wall shows decides: an hour that comes twice is
+        paused twice, one that is left out is not.
+        """
+        from datetime import datetime, timedelta
+        from zoneinfo import ZoneInfo
+
+        local = datetime.fromtimestamp(now, ZoneInfo(self.tz))
+        shown, over_night = local.strftime("%H:%M"), self.ends <= self.begins
+        since = local.date() - timedelta(days=over_night and shown < self.ends)
+        first = self.begins <= shown if since == local.date() else True
+        last = shown < self.ends or (over_night and since == local.date())
+        if not (first and last and self._begins_on(since)):
+            return None
+        ends = datetime.combine(since + timedelta(days=over_night), datetime.min.time())
+        hours, minutes = map(int, self.ends.split(":"))
+        ends += timedelta(hours=hours, minutes=minutes)
+        wall = [ends.replace(tzinfo=local.tzinfo, fold=fold) for fold in (0, 1)]
+        return min(t for t in (w.timestamp() for w in wall) if t > now)
+
+    def _begins_on(self, day: date) -> bool:
+        if self.dates:
+            return day.isoformat() in self.dates
+        return not self.days or _DAYS[day.weekday()] in self.days
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """All of limits.json."""
+
+    scopes: tuple[ScopeRow, ...] = ()
+    pauses: tuple[PauseWindow, ...] = ()
+
+    def paused(self, now: float) -> dict[str, float]:
+        """The scopes in which nothing starts now, each with its latest end."""
+        ends: dict[str, float] = {}
+        for window in self.pauses:
+            until = window.until(now)
+            if until is not None:
+                ends[window.scope] = max(until, ends.get(window.scope, 0))
+        return ends
+
+
+NO_LIMITS = Limits()
+
+_SEGMENT_OF_SCOPE = r"[^/*\x00-\x20\x7f](?:[^/*\x00-\x1f\x7f]*[^/*\x00-\x20\x7f])?"
+_SCOPE = _Row(
+    _matching(
+        rf"^(?:\*|{'|'.join(_KINDS)}|/(?:[^\x00-\x1f\x7f]*[^/\x00-\x20\x7f])?"
+        rf"|(?:{'|'.join(FORGES)}):(?:{_SEGMENT_OF_SCOPE}/)+(?:\*|{_SEGMENT_OF_SCOPE}))"
+        r"$(?!\n)"
+    ),
+    f"must be * for everything, a kind ({', '.join(_KINDS)}), a forge's owner "
+    "(github:octo/*), a forge's repository (github:octo/spoon), or the absolute "
+    "path of a local job's folder, without a slash at its end",
+    required=True,
+)
+_JOBS = _Row(*_COUNTED)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+
+
+def _date_fault(days: Sequence[str]) -> str | None:
+    from datetime import date
+
+    for day in days:
+        try:
+            date.fromisoformat(day)
+        except ValueError:
+            return f"names a day that is none: {day}"
+    return _repeats(days)
+
+
+_SCOPE_ROW: dict[str, _Row] = {
+    "scope": _SCOPE,
+    **dict.fromkeys((*SPANS, "concurrent"), _JOBS),
+}
+_PAUSE: dict[str, _Row] = {
+    "scope": _SCOPE,
+    "from": _Row(
+        _matching(rf"^{_TIME}$(?!\n)"), "must be a time as HH:MM", required=True
+    ),
+    "to": _Row(
+        _matching(rf"^(?:{_TIME}|24:00)$(?!\n)"),
+        "must be a time as HH:MM, at most 24:00",
+        required=True,
+    ),
+    "tz": _Row(
+        str, "must be an IANA time zone; PI_TIMEZONE without it", fault=_zone_fault
+    ),
+    "days": _Row(
+        *_some_of(_DAYS), each=f"must be one of {', '.join(_DAYS)}", fault=_repeats
+    ),
+    "dates": _Row(
+        _several(_matching(r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$(?!\n)")),
+        "must be a non-empty array of dates as YYYY-MM-DD",
+        each="must be a date as YYYY-MM-DD",
+        fault=_date_fault,
+    ),
+}
+
+
+class _LimitRule(NamedTuple):
+    """A rule between the fields of an item as written: which is refused, and why."""
+
+    field: str
+    wrong: Callable[[Mapping[str, Any]], bool]
+    why: str
+
+
+_SCOPE_RULES = (
+    _LimitRule(
+        "",
+        lambda row: not set(row) - {"scope"},
+        "limits nothing: give it day, week, month or concurrent",
+    ),
+)
+_PAUSE_RULES = (
+    _LimitRule(
+        "to",
+        lambda row: row.get("from") is not None and row.get("from") == row.get("to"),
+        "is the same as from; a whole day is 00:00 to 24:00",
+    ),
+    _LimitRule(
+        "dates",
+        lambda row: "days" in row and "dates" in row,
+        "may not stand beside days: use a window for each",
+    ),
+)
+
+
+def _limit_items(
+    places: Sequence[_Place],
+    rows: Mapping[str, _Row],
+    rules: Sequence[_LimitRule],
+    identity: Callable[[Mapping[str, Any]], object],
+) -> list[dict[str, Any]]:
+    """The right fields of each item; refuses one that an earlier one repeats."""
+    first: dict[object, str] = {}
+    items = []
+    for place in places:
+        item = _fields(place, rows, "scope")
+        wrong = [rule for rule in rules if "scope" in item and rule.wrong(place.value)]
+        for rule in wrong:
+            place.at(*[rule.field] * bool(rule.field)).refuse(rule.why)
+        name = identity(item) if "scope" in item else place.path
+        if first.setdefault(name, place.path) != place.path:
+            place.refuse(f"repeats {first[name]}; keep one")
+        items.append(item)
+    return items
+
+
+def load_limits(text: bytes, source: str, zone: str = "UTC") -> Limits:
+    """Validate a whole limits file; raises `Faults` naming every fault.
+
+    `zone` is that of pause windows that name none. Faults read as those of
+    `load_triggers` do.
+    """
+    faults: list[str] = []
+    root = _Place("", _parse(text, faults), faults, _unknown)
+    scopes, pauses = _limit_lists(root) if root.value is not msgspec.UNSET else ([], [])
+    if faults:
+        raise Faults(source, faults)
+    return Limits(
+        msgspec.convert(scopes, tuple[ScopeRow, ...]),
+        msgspec.convert([{"tz": zone, **row} for row in pauses], _PauseWindows),
+    )
+
+
+_PauseWindows = tuple[PauseWindow, ...]
+
+
+def _limit_lists(root: _Place) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    if not root.only(("$schema", "scopes", "pauseWindows"), "the file"):
+        return [], []
+    _check_reference(root)
+    return (
+        _limit_items(
+            _listed(root, "scopes", "scope rows"),
+            _SCOPE_ROW,
+            _SCOPE_RULES,
+            lambda row: scope_pattern(row.get("scope", "")),
+        ),
+        _limit_items(
+            _listed(root, "pauseWindows", "pause windows"),
+            _PAUSE,
+            _PAUSE_RULES,
+            lambda row: json.dumps(row, sort_keys=True),
+        ),
+    )
+
+
+_NO_LIMITS_FIX = "name another file, or let `pidispatch init` write an empty one"
+
+
+def read_limits(settings: Settings, named: Path | None = None) -> Limits:
+    """The limits of the file that `serve` takes; without any there are none.
+
+    Only ./limits.json may be absent: a file that is named must be there. Raises
+    `Faults`.
+    """
+    path = limits_path(settings, named)
+    if path == LIMITS_DEFAULT and not os.path.lexists(path):
+        return NO_LIMITS
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise Faults(str(path), [f"cannot be read: {why}"], _NO_LIMITS_FIX) from error
+    return load_limits(text, str(path), settings.timezone)
+
+
+LIMITS_DEFAULT = Path("limits.json")
+
+
+def limits_path(settings: Settings, named: Path | None = None) -> Path:
+    """The limits' file: named, PI_LIMITS_FILE, else ./limits.json."""
+    return named or settings.limits_file or LIMITS_DEFAULT
+
+
+def limits_schema() -> dict[str, Any]:
+    """The JSON Schema of limits.json, from the rows that validate it."""
+    items = {"scopes": _rows_schema(_SCOPE_ROW), "pauseWindows": _rows_schema(_PAUSE)}
+    return _file_schema("limits", items)
+
+
+# =============================================================================
 # forges
 #
 # One small class a forge: verify bytes, parse to an Event, who is asking,
@@ -2436,13 +2832,10 @@ class Forge(Protocol):
     Malformed; whatever talks to the API raises InfraError when it could not
     tell, Rejected or Refused on a determinate no. `own_id` is None when there
     is no identity of ours because no token is configured. `complete` fills in
-    what an `incomplete` event left to the API. `token_fix` and `missed` are what
-    doctor says without a token, and of deliveries that did not arrive.
+    what an `incomplete` event left to the API.
     """
 
     kind: ForgeKind
-    token_fix: ClassVar[str]
-    missed: ClassVar[str]
 
     def verify(self, headers: Mapping[str, str], body: bytes) -> None: ...
 
@@ -2583,6 +2976,9 @@ class ApiForge(Forge):
     #: The headers that name the event and the delivery; None: the body does.
     event_header: ClassVar[str | None]
     delivery_header: ClassVar[str | None]
+    #: What doctor says when there is no token, and of missed deliveries.
+    token_fix: ClassVar[str]
+    outage_hint: ClassVar[str]
     api: str
     api_headers: ClassVar[Mapping[str, str]] = {}
 
@@ -2598,6 +2994,11 @@ class ApiForge(Forge):
     def secrets(cls, settings: Settings) -> tuple[str, ...]:
         """The webhook's secrets; a forge without any is not served."""
         return cast(tuple[str, ...], getattr(settings, cls.secret_field))
+
+    @classmethod
+    def trial_settings(cls, secret: str | None) -> dict[str, Any]:
+        """The settings that check a stored delivery against one secret, if any."""
+        return {cls.secret_field: (secret,) if secret else ()}
 
     def json_of(self, headers: Mapping[str, str], body: bytes) -> bytes:
         """The JSON of a delivery, taken out of its form if it came in one."""
@@ -2641,13 +3042,13 @@ class ApiForge(Forge):
         Never redirected: a token must not follow a Location. Raises InfraError
         (network, 5xx, rate limit, an odd body) or Rejected.
         """
-        response = self._request(what, method, path, token, params, body)
+        response = self._send(what, method, path, token, params, body)
         return self._read(what, answer, response)
 
     def _sign(self, token: str | None) -> Callable[..., requests.PreparedRequest]:
         return _bearer(token)
 
-    def _request(
+    def _send(
         self,
         what: str,
         method: str,
@@ -2687,16 +3088,19 @@ class ApiForge(Forge):
             raise InfraError(f"{said}, with an odd body") from error
 
     def _pages(
-        self, what: str, answer: type[list[T]], path: str, token: str | None
+        self,
+        what: str,
+        answer: type[list[T]],
+        path: str,
+        token: str | None,
+        **only: str,
     ) -> Iterator[T]:
-        """Every row of a list, page by page."""
+        """Every row of a list, page by page; `only` are the query's filters."""
         for page in itertools.count(1):
-            size = PAGE_SIZE
-            rows = self._call(
-                what, answer, "GET", path, token, per_page=size, page=page
-            )
+            bounds = {"per_page": PAGE_SIZE, "page": page}
+            rows = self._call(what, answer, "GET", path, token, **bounds, **only)
             yield from rows
-            if len(rows) < size:
+            if len(rows) < PAGE_SIZE:
                 return
 
 
@@ -2821,7 +3225,7 @@ class GitHub(ApiForge):
     event_header = "x-github-event"
     delivery_header = "x-github-delivery"
     token_fix = "set GITHUB_PAT; see the README"
-    missed = "redeliver missed ones there, GitHub never does so by itself"
+    outage_hint = "redeliver missed ones there, GitHub never does so by itself"
     api_headers = {
         "Accept": "application/vnd.github+json",
         "X-GitHub-Api-Version": "2022-11-28",
@@ -3155,6 +3559,527 @@ def _same_repo(found: _GitHubRepository | None, repo: str) -> bool:
     return found is not None and _str(found.full_name).lower() == repo.lower()
 
 
+class _GitLabUser(msgspec.Struct):
+    id: Any = None
+    username: Any = None
+
+
+class _GitLabLabel(msgspec.Struct):
+    id: Any = None
+    title: Any = None
+
+
+_GitLabLabels = list[_GitLabLabel | _Odd] | str | int | float | bool | None
+
+
+class _GitLabChange(msgspec.Struct):
+    previous: _GitLabLabels = None
+    current: _GitLabLabels = None
+
+
+class _GitLabChanges(msgspec.Struct):
+    labels: _GitLabChange | _Odd = None
+    draft: Any = None
+    work_in_progress: Any = None
+
+
+class _GitLabCommit(msgspec.Struct):
+    id: Any = None
+
+
+class _GitLabItem(msgspec.Struct):
+    """An issue, a work item, a merge request or a note: what we read of any."""
+
+    id: Any = None
+    iid: Any = None
+    title: Any = None
+    description: Any = None
+    action: Any = None
+    author_id: Any = None
+    confidential: Any = None
+    internal: Any = None
+    system: Any = None
+    note: Any = None
+    noteable_type: Any = None
+    oldrev: Any = None
+    updated_at: Any = None
+    labels: _GitLabLabels = None
+    last_commit: _GitLabCommit | _Odd = None
+
+
+class _GitLabProject(msgspec.Struct):
+    id: Any = None
+    path_with_namespace: Any = None
+
+
+class _GitLabDelivery(msgspec.Struct):
+    object_kind: Any = None
+    event_type: Any = None
+    user: _GitLabUser | _Odd = None
+    project: _GitLabProject | _Odd = None
+    object_attributes: _GitLabItem | _Odd = None
+    labels: _GitLabLabels = None
+    changes: _GitLabChanges | _Odd = None
+    issue: _GitLabItem | _Odd = None
+    merge_request: _GitLabItem | _Odd = None
+
+
+class _GitLabId(msgspec.Struct):
+    id: int
+
+
+class _GitLabMember(msgspec.Struct):
+    id: int
+    access_level: int
+    membership_state: str = "active"
+
+
+class _GitLabDefault(msgspec.Struct):
+    default_branch: str
+
+
+class _GitLabBranch(msgspec.Struct):
+    """`can_push` is about the token that asks."""
+
+    protected: bool
+    can_push: bool
+
+
+class _GitLabNote(msgspec.Struct):
+    body: str | None = None
+    author: _GitLabId | None = None
+
+
+class _GitLabText(msgspec.Struct):
+    title: str
+    description: str | None = None
+    confidential: bool = False
+
+
+class _GitLabRequest(msgspec.Struct):
+    iid: int
+    web_url: str
+    title: str = ""
+    source_branch: str = ""
+    source_project_id: int | None = None
+    target_project_id: int | None = None
+
+
+#: Seconds that a signed delivery may be off our clock (standardwebhooks.com).
+SIGNED_SECONDS = 300
+#: The least access level that may push: Developer (REST "Members").
+_DEVELOPER = 30
+_GITLAB_ISSUE = dict.fromkeys(("open", "update", "reopen"), "label") | {
+    "close": "issue"
+}
+#: What makes a merge request a draft, before any other word of its title.
+_DRAFT = re.compile(r"\A(?:\s*(?:\[draft\]|\(draft\)|draft:))+\s*", re.IGNORECASE)
+#: A line that GitLab would obey ("Quick actions"): a name, then its arguments.
+_QUICK_ACTION = re.compile(r"^(\s*)/(?=[A-Za-z][\w-]*(?:\s|$))", re.MULTILINE)
+
+
+def _path_of(value: object) -> str | None:
+    """`group/…/name` when it is two or more safe path segments."""
+    parts = _str(value).split("/")
+    safe = len(parts) > 1 and all(_SEGMENT.fullmatch(part) for part in parts)
+    return "/".join(parts) if safe else None
+
+
+def _label_ids(labels: object) -> dict[str, str]:
+    """Titles by id. Labels are compared by id, for a title may be changed."""
+    rows = labels if isinstance(labels, list) else []
+    found = {_id(row.id): _str(row.title) for row in rows if type(row) is _GitLabLabel}
+    return {number: title for number, title in found.items() if number and title}
+
+
+def _unobeyed(text: str) -> str:
+    """Text in which GitLab finds no quick action: `/merge` is only shown.
+
+    It looks after it has dropped every carriage return, so we drop them first.
+    """
+    return _QUICK_ACTION.sub(r"\1\\/", text.replace("\r", ""))
+
+
+class GitLab(ApiForge):
+    """gitlab.com and self-managed GitLab, 17.4 or newer.
+
+    Facts: docs.gitlab.com "Webhooks", "Webhook events", REST "Members",
+    "Merge requests", "Notes", "Branches", "Quick actions".
+    """
+
+    kind: ForgeKind = "gitlab"
+    secret_field = "gitlab_webhook_secret"
+    event_header = "x-gitlab-event"
+    delivery_header = "idempotency-key"
+    token_fix = "set GITLAB_TOKEN; see the README"
+    outage_hint = (
+        "GitLab switches a hook off after failures: switch it on again with Settings, "
+        "Webhooks, Test, and resend missed deliveries there"
+    )
+    api_headers = {"User-Agent": f"pidispatch/{__version__}"}
+    #: Which trigger type a served action may fire. A note had no action before
+    #: 16.11, when only new ones were sent.
+    served: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "issue": _GITLAB_ISSUE,
+        "work_item": _GITLAB_ISSUE,
+        "merge_request": dict.fromkeys(FORGES["gitlab"].pr_actions, "pull_request"),
+        "note": {"create": "comment", "": "comment"},
+    }
+    #: What a note may be on that is served, by `noteable_type`.
+    noted: ClassVar[Mapping[str, TargetType]] = {
+        "Issue": "issue",
+        "WorkItem": "issue",
+        "MergeRequest": "pull_request",
+    }
+    hooks: ClassVar[Mapping[str, str]] = {
+        "issue": "Issue Hook",
+        "work_item": "Issue Hook",
+        "merge_request": "Merge Request Hook",
+        "note": "Note Hook",
+    }
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        super().__init__(settings, session, clock)
+        self.api = f"{settings.gitlab_url}/api/v4"
+
+    @classmethod
+    def trial_settings(cls, secret: str | None) -> dict[str, Any]:
+        signing = secret is not None and signing_key(secret) is not None
+        mode = "signature" if signing else "token"
+        return {**super().trial_settings(secret), "gitlab_webhook_mode": mode}
+
+    # --- a delivery
+
+    def verify(self, headers: Mapping[str, str], body: bytes) -> None:
+        """Only the declared mode holds: a hook may carry both credentials, and
+        the plain token says nothing of the body."""
+        checks = {"signature": self._signed, "token": self._bears_token}
+        check = checks.get(self.settings.gitlab_webhook_mode or "")
+        if check is None or not check(headers, body):
+            mode = self.settings.gitlab_webhook_mode or "GITLAB_WEBHOOK_MODE"
+            raise Unauthorized(f"gitlab: the {mode} does not hold, or is stale")
+
+    def _signed(self, headers: Mapping[str, str], body: bytes) -> bool:
+        """`webhook-signature`: one or more `v1,` + base64 over id.time.body."""
+        import base64
+        import hmac
+
+        name, stamp = headers.get("webhook-id", ""), headers.get("webhook-timestamp")
+        if not name or not re.fullmatch("[0-9]{1,12}", stamp or ""):
+            return False
+        if abs(self.clock() - int(stamp or 0)) > SIGNED_SECONDS:
+            return False
+        signed = f"{name}.{stamp}.".encode("latin-1", "backslashreplace") + body
+        given = _header_bytes(headers.get("webhook-signature", "")).split(b" ")
+        held = False
+        for key in filter(None, map(signing_key, self.settings.gitlab_webhook_secret)):
+            made = b"v1," + base64.b64encode(hmac.digest(key, signed, "sha256"))
+            for mac in given:
+                held |= hmac.compare_digest(mac, made)
+        return held
+
+    def _bears_token(self, headers: Mapping[str, str], body: bytes) -> bool:
+        """`X-Gitlab-Token`, compared by digest: its length tells nothing."""
+        import hashlib
+        import hmac
+
+        given = hashlib.sha256(_header_bytes(headers.get("x-gitlab-token", "")))
+        held = False
+        for secret in self.settings.gitlab_webhook_secret:
+            made = hashlib.sha256(secret.encode())
+            held |= hmac.compare_digest(given.digest(), made.digest())
+        return held
+
+    def parse(self, headers: Mapping[str, str], body: bytes) -> Event:
+        hook = headers.get(self.event_header, "").strip()
+        signed = self.settings.gitlab_webhook_mode == "signature"
+        named = "webhook-id" if signed else self.delivery_header
+        delivery = headers.get(named, "").strip()
+        if not hook:
+            raise Malformed("X-Gitlab-Event is required")
+        if not delivery:
+            raise Malformed(f"{named} is required", "GitLab sends it since 17.4")
+        return self._event(hook, delivery, _decode(_GitLabDelivery, body))
+
+    def event_of(self, body: bytes) -> str | None:
+        sent = _decode(_GitLabDelivery, body)
+        hook = self.hooks.get(_str(sent.object_kind))
+        secret = _str(sent.event_type).startswith("confidential")
+        return f"Confidential {hook}" if hook and secret else hook
+
+    def _event(self, hook: str, delivery: str, sent: _GitLabDelivery) -> Event:
+        told = _shaped(_GitLabItem, sent.object_attributes)
+        name, item = _str(sent.object_kind) or hook, self._item(sent, told)
+        # a word of another type is no absent word
+        action = "" if told.action is None else _str(told.action) or "?"
+        kind = self.served.get(name, {}).get(action)
+        if kind == "comment" and told.system is True:
+            kind = None
+        repo = _path_of(_shaped(_GitLabProject, sent.project).path_with_namespace)
+        target = self._target(name, told, item)
+        added = self._added(sent) if action == "update" else ()
+        present = sent.labels if isinstance(sent.labels, list) else item.labels
+        sha = _str(_shaped(_GitLabCommit, item.last_commit).id)
+        return Event(
+            forge="gitlab",
+            delivery=delivery,
+            name=name,
+            kind=cast(Any, kind),
+            action=action or None,
+            repo=repo,
+            repo_id=_id(_shaped(_GitLabProject, sent.project).id),
+            target=target,
+            actor=self._actor(sent.user),
+            author=Actor(number) if (number := _id(told.author_id)) else None,
+            labels=tuple(dict.fromkeys((*_label_ids(present).values(), *added))),
+            added=added,
+            comment=_str(told.note) if name == "note" else None,
+            comment_id=_id(told.id) if name == "note" else None,
+            head=sha if _SHA.fullmatch(sha) else None,
+            when=self._moment(told.updated_at),
+            fault=self._fault(hook, sent, kind, repo, target),
+            inert=action == "update" and not added and self._inert(sent, told),
+        )
+
+    @staticmethod
+    def _item(sent: _GitLabDelivery, told: _GitLabItem) -> _GitLabItem:
+        """What the event is about; a note is on something."""
+        if sent.object_kind != "note":
+            return told
+        request = told.noteable_type == "MergeRequest"
+        return _shaped(_GitLabItem, sent.merge_request if request else sent.issue)
+
+    def _target(self, name: str, told: _GitLabItem, item: _GitLabItem) -> Target | None:
+        number = _number(item.iid)
+        if number is None:
+            return None
+        kind: TargetType = "pull_request" if name == "merge_request" else "issue"
+        if name == "note":
+            kind = self.noted.get(_str(told.noteable_type), kind)
+        return Target(kind, number, _str(item.title), _str(item.description))
+
+    @staticmethod
+    def _actor(user: object) -> Actor | None:
+        found = _shaped(_GitLabUser, user)
+        number = _id(found.id)
+        return Actor(number, _str(found.username)) if number else None
+
+    @staticmethod
+    def _added(sent: _GitLabDelivery) -> tuple[str, ...]:
+        """The labels of `changes` that are new; other actions carry stale ones."""
+        change = _shaped(_GitLabChange, _shaped(_GitLabChanges, sent.changes).labels)
+        before = _label_ids(change.previous)
+        now = _label_ids(change.current)
+        return tuple(title for number, title in now.items() if number not in before)
+
+    @staticmethod
+    def _inert(sent: _GitLabDelivery, told: _GitLabItem) -> bool:
+        """An `update` of a title, a reviewer, a date: no word of ours stands for it.
+        Without `changes` (a template of the hook's owner) nothing can be told."""
+        changes = sent.changes
+        if sent.object_kind != "merge_request" or type(changes) is not _GitLabChanges:
+            return False
+        draft = changes.draft is not None or changes.work_in_progress is not None
+        return not draft and not _str(told.oldrev)
+
+    @staticmethod
+    def _moment(value: object) -> float | None:
+        """Either of GitLab's formats: ISO, or `2025-07-30 00:40:00 UTC`."""
+        text = _str(value)
+        return _time(text.removesuffix(" UTC") + "+00:00" * text.endswith(" UTC"))
+
+    def _fault(
+        self,
+        hook: str,
+        sent: _GitLabDelivery,
+        kind: str | None,
+        repo: str | None,
+        target: Target | None,
+    ) -> str | None:
+        if not self._is_served(hook, sent):
+            return "unhandled-event"
+        if self._confidential(hook, sent):
+            return "confidential"
+        if kind is None:
+            return "action-not-actionable"
+        if repo is None:
+            return "no-repository"
+        return None if target else "missing-number"
+
+    def _is_served(self, hook: str, sent: _GitLabDelivery) -> bool:
+        """An instance's own hooks, a group's epics and notes on code are not."""
+        name = _str(sent.object_kind)
+        told = _shaped(_GitLabItem, sent.object_attributes)
+        epic = name == "work_item" and sent.project is None
+        elsewhere = name == "note" and _str(told.noteable_type) not in self.noted
+        system = hook.lower() == "system hook"
+        return name in self.served and not (epic or elsewhere or system)
+
+    @staticmethod
+    def _confidential(hook: str, sent: _GitLabDelivery) -> bool:
+        """Said by the header alone on old issues, by `event_type` on an internal
+        note of a public issue. Whatever is not plainly false counts."""
+        told = _shaped(_GitLabItem, sent.object_attributes)
+        about = _shaped(_GitLabItem, sent.issue)
+        marks = (told.confidential, told.internal, about.confidential)
+        words = (hook.lower(), _str(sent.event_type).lower())
+        return any(mark not in (None, False) for mark in marks) or any(
+            word.startswith("confidential") for word in words
+        )
+
+    # --- who asked
+
+    def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
+        """No payload says who may; anybody may close or label their own issue."""
+        return "ask"
+
+    def ask(self, event: Event) -> bool:
+        """Whether the actor is a member who may push, by whatever way (REST
+        "Members": inherited and invited ones are in `all`)."""
+        if event.repo is None or event.actor is None:
+            return False
+        try:
+            return self._may_push(event.repo, event.actor.id)
+        except (Rejected, Refused) as error:
+            raise InfraError(error.message, error.fix) from error
+
+    def _may_push(self, repo: str, user: str) -> bool:
+        path, token = f"{self._project(repo)}/members/all/{user}", self._token()
+        try:
+            found = self._call("read a member", _GitLabMember, "GET", path, token)
+        except Rejected as error:
+            if error.status != 404:
+                raise
+            # a project that the token cannot see is a 404 too, and no answer
+            self._call("read the project", _GitLabId, "GET", self._project(repo), token)
+            return False
+        active = found.membership_state == "active" and str(found.id) == user
+        return active and found.access_level >= _DEVELOPER
+
+    def _who_we_are(self) -> str | None:
+        if self.settings.gitlab_token is None:
+            return None
+        what, token = "read our own account", self.settings.gitlab_token
+        return str(self._call(what, _GitLabId, "GET", "/user", token).id)
+
+    # --- credentials
+
+    def credential(self, repo: str) -> Credential:
+        return Credential("oauth2", self._token())
+
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """What `glab` reads (`glab help`, "Environment variables")."""
+        return {
+            "GITLAB_TOKEN": self._token(),
+            "GITLAB_HOST": self.settings.gitlab_url,
+            "GLAB_CHECK_UPDATE": "false",
+            "GLAB_SEND_TELEMETRY": "false",
+        }
+
+    def _token(self) -> str:
+        if self.settings.gitlab_token is None:
+            raise _no_token("GitLab has no token", "set GITLAB_TOKEN")
+        return self.settings.gitlab_token
+
+    # --- the repository and its requests
+
+    def _project(self, repo: str) -> str:
+        return f"/projects/{_quoted(repo)}"
+
+    def _at(self, repo: str, target: Target) -> str:
+        kinds = {"issue": "issues", "pull_request": "merge_requests"}
+        return f"{self._project(repo)}/{kinds[target.type]}/{target.number}"
+
+    def clone_url(self, repo: str) -> str:
+        return f"{self.settings.gitlab_url}/{repo}.git"
+
+    def default_branch(self, repo: str) -> str:
+        what, path = "read the project", self._project(repo)
+        row = self._call(what, _GitLabDefault, "GET", path, self._token())
+        return row.default_branch
+
+    def protected(self, repo: str, branch: str) -> bool:
+        """Asked of the branch, so that a wildcard, or a group's rule, counts; a rule
+        that lets our own token push protects nothing from it."""
+        what = "read the branch"
+        path = f"{self._project(repo)}/repository/branches/{_quoted(branch)}"
+        try:
+            row = self._call(what, _GitLabBranch, "GET", path, self._token())
+        except Rejected as error:
+            raise InfraError(error.message, "may the token read the branch?") from error
+        return row.protected and not row.can_push
+
+    def item(self, repo: str, target: Target) -> Target:
+        what, path = "read the item", self._at(repo, target)
+        row = self._call(what, _GitLabText, "GET", path, self._token())
+        if row.confidential:
+            raise Rejected("gitlab: the item is confidential now", 403)
+        return Target(target.type, target.number, row.title, row.description or "")
+
+    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
+        """Post once: a note of ours that holds the marker is the same one."""
+        path, token, own = (
+            f"{self._at(repo, target)}/notes",
+            self._token(),
+            self.own_id(),
+        )
+        for note in self._pages("read the notes", list[_GitLabNote], path, token):
+            ours = note.author is None or own is None or str(note.author.id) == own
+            if ours and marker in (note.body or ""):
+                return
+        said = text if marker in text else f"{text}\n\n{marker}"
+        body = {"body": _unobeyed(said)}
+        self._call("comment", _GitLabNote, "POST", path, token, body)
+
+    def find_request(self, repo: str, head: str) -> Request | None:
+        """The open merge request of exactly this branch of this project. A fork may
+        have a branch of the same name, so each row is compared."""
+        path, what = f"{self._project(repo)}/merge_requests", "look for the request"
+        only = {"state": "opened", "source_branch": head}
+        rows = self._pages(what, list[_GitLabRequest], path, self._token(), **only)
+        for row in rows:
+            home = row.source_project_id == row.target_project_id
+            if row.source_branch == head and home and row.target_project_id:
+                return self._request(row)
+        return None
+
+    def open_request(
+        self, repo: str, head: str, base: str, title: str, body: str
+    ) -> Request:
+        what, path = "open the merge request", f"{self._project(repo)}/merge_requests"
+        asked = {"source_branch": head, "target_branch": base, "title": title}
+        asked["description"] = _unobeyed(body)
+        try:
+            row = self._call(what, _GitLabRequest, "POST", path, self._token(), asked)
+        except Rejected as error:
+            found = self.find_request(repo, head) if error.status == 409 else None
+            if found is None:
+                raise
+            return found
+        return self._request(row)
+
+    @staticmethod
+    def _request(row: _GitLabRequest) -> Request:
+        """Without the title's draft prefix: that is a state, and not ours to end."""
+        return Request(row.iid, row.web_url, _DRAFT.sub("", row.title, count=1))
+
+    def retitle_request(self, repo: str, number: int, title: str) -> None:
+        """A draft stays one: its prefix goes before our marker."""
+        path, token = f"{self._project(repo)}/merge_requests/{number}", self._token()
+        now = self._call("read the request", _GitLabText, "GET", path, token).title
+        draft = _DRAFT.match(now)
+        asked = {"title": (draft.group() if draft else "") + title}
+        what = "retitle the merge request"
+        self._call(what, _GitLabRequest, "PUT", path, token, asked)
+
+
+def _header_bytes(text: str) -> bytes:
+    """A header as it was sent: the edge reads headers as latin-1."""
+    return text.encode("latin-1", "backslashreplace")
+
+
 class _AzureUser(msgspec.Struct):
     id: Any = None
     displayName: Any = None
@@ -3439,7 +4364,9 @@ class Azure(ApiForge):
     event_header = None
     delivery_header = None
     token_fix = "set AZURE_TOKEN; see the README"
-    missed = "a subscription that failed too often is off until it is enabled again"
+    outage_hint = (
+        "a subscription that failed too often is off until it is enabled again"
+    )
     api_headers = {
         "Accept": "application/json",
         "User-Agent": f"pidispatch/{__version__}",
@@ -3736,7 +4663,7 @@ class Azure(ApiForge):
         """Every row of a list that is continued by a header."""
         params["api-version"] = self.version + preview
         for _ in range(self.pages):
-            response = self._request(what, "GET", path, self._token(), params)
+            response = self._send(what, "GET", path, self._token(), params)
             answer: Any = _AzureRows[row]  # type: ignore[valid-type]
             yield from self._read(what, answer, response).value or ()
             more = response.headers.get("x-ms-continuationtoken")
@@ -4047,18 +4974,22 @@ class Azure(ApiForge):
         self._ask(what, _AzureRequest, path, "PATCH", {"title": title})
 
 
-_FORGE_CLASSES: dict[str, type[ApiForge]] = {"github": GitHub, "azure": Azure}
+_FORGE_CLASSES: dict[str, type[ApiForge]] = {
+    made.kind: made for made in (GitHub, GitLab, Azure)
+}
 
 
 def forges_of(
-    settings: Settings, session: requests.Session | None = None
+    settings: Settings,
+    session: requests.Session | None = None,
+    clock: Clock = time.time,
 ) -> dict[str, Forge]:
     """The served forges: those with a webhook secret. Unset never means no check."""
     import requests
 
     session = session or requests.Session()
     return {
-        kind: forge(settings, session)
+        kind: forge(settings, session, clock)
         for kind, forge in _FORGE_CLASSES.items()
         if forge.secrets(settings)
     }
@@ -4072,10 +5003,8 @@ def trial_forge(kind: str, secret: str | None) -> ApiForge:
     if made is None:
         known = ", ".join(_FORGE_CLASSES)
         raise ConfigError(f"no forge {json.dumps(kind)}", f"name one of: {known}")
-    given = {made.secret_field: (secret,) if secret else ()}
-    return made(
-        msgspec.structs.replace(Settings(), **cast(Any, given)), requests.Session()
-    )
+    given = made.trial_settings(secret)
+    return made(msgspec.structs.replace(Settings(), **given), requests.Session())
 
 
 def trial_headers(
@@ -4137,22 +5066,104 @@ class Admission(NamedTuple):
     jobs: tuple[str, ...] = ()
 
 
+class Cap(msgspec.Struct, frozen=True, kw_only=True):
+    """One cap of one window. `scope` is a glob over `Job.place`.
+
+    `name` is where the operator set it; None is no cap. From `hold` on new jobs
+    are refused although the cap is not reached.
+    """
+
+    name: str
+    reason: str
+    scope: str
+    span: Span
+    limit: int | None
+    unit: Literal["jobs", "tokens"] = "jobs"
+    hold: int | None = None
+
+
 class Caps(msgspec.Struct, frozen=True):
-    """The job caps of one start; None is no cap. Windows are in `zone`."""
+    """The caps of one start; None is no cap. Windows are in `zone`.
+
+    `hold_pct` is PI_SOFT_HOLD_PCT and `tokens` PI_DAILY_TOKEN_CAP.
+    """
 
     day: int | None
     week: int | None
     month: int | None
     zone: str
+    hold_pct: int | None = None
+    tokens: int | None = None
+    limits: Limits = NO_LIMITS
 
     @classmethod
-    def of(cls, settings: Settings) -> Caps:
+    def of(cls, settings: Settings, limits: Limits = NO_LIMITS) -> Caps:
         return cls(
             settings.daily_cap,
             settings.weekly_cap,
             settings.monthly_cap,
             settings.timezone,
+            settings.soft_hold_pct,
+            settings.daily_token_cap,
+            limits,
         )
+
+    @property
+    def rows(self) -> Iterator[Cap]:
+        """Every cap, in the order in which the ladder asks them."""
+        yield Cap(
+            name="PI_DAILY_TOKEN_CAP",
+            reason="daily-token-cap",
+            scope="*",
+            span="day",
+            limit=self.tokens,
+            unit="tokens",
+        )
+        for row in self.limits.scopes:
+            for span in SPANS:
+                if getattr(row, span) is not None:
+                    yield Cap(
+                        name=f"{span} of the scope {row.scope} in limits.json",
+                        reason="scope-cap",
+                        scope=row.pattern,
+                        span=span,
+                        limit=getattr(row, span),
+                    )
+        for word, span in (("DAILY", "day"), ("WEEKLY", "week"), ("MONTHLY", "month")):
+            limit = getattr(self, span)
+            hold = limit * self.hold_pct // 100 if limit and self.hold_pct else None
+            yield Cap(
+                name=f"PI_{word}_CAP",
+                reason="over-budget",
+                scope="*",
+                span=span,
+                limit=limit,
+                hold=hold,
+            )
+
+
+class Meter(msgspec.Struct, frozen=True):
+    """A cap and what is used of it in the window that stands at present.
+
+    `ends` is the window's end, seconds. From `hold` on new jobs are refused as
+    `soft-hold`.
+    """
+
+    cap: str
+    unit: Literal["jobs", "tokens"]
+    span: Span
+    used: int
+    limit: int | None
+    hold: int | None
+    ends: float
+
+
+class Over(NamedTuple):
+    """Why a start is refused: the reason, the cap, and what was asked of it."""
+
+    reason: str
+    meter: Meter
+    asked: int
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -4299,6 +5310,15 @@ CREATE TABLE poll_cursors (
 ) STRICT;
 """
 
+#: Where a job works (`Job.place`), for the scopes of limits.json: `ledger.scope`
+#: was there and empty, a queued job needs it to be held back.
+_SCHEMA_2 = """
+ALTER TABLE jobs ADD COLUMN scope TEXT;
+UPDATE jobs SET scope = json_extract(payload, '$.kind') || ':'
+    || lower(json_extract(payload, '$.repo'));
+UPDATE ledger SET scope = (SELECT scope FROM jobs WHERE jobs.id = ledger.job_id);
+"""
+
 #: Comments that started work: a forge that words an edit as it words a new comment
 #: must not start it again.
 _SCHEMA_COMMENTS = """
@@ -4313,6 +5333,7 @@ CREATE INDEX comments_at ON comments (at);
 #: another one was written by a newer pidispatch and is left alone.
 _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("001-first", _SCHEMA_1),
+    ("002-caps", _SCHEMA_2),
     ("002-comments", _SCHEMA_COMMENTS),
 )
 
@@ -4388,8 +5409,25 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     request: Request | None
 
 
+class Hold(msgspec.Struct, frozen=True):
+    """A scope in which nothing starts now, and the jobs that wait for it.
+
+    `until` is the end of its pause window, seconds; None is a scope at its
+    `concurrent`, which ends with one of its jobs.
+    """
+
+    scope: str
+    why: Literal["pause-window", "concurrent"]
+    until: float | None
+    waiting: int
+
+
 class Status(msgspec.Struct, frozen=True):
-    """The queue at a glance. `used` are today's slots of the daily cap."""
+    """The queue at a glance. `used` are today's slots of the daily cap.
+
+    `problem` is of the triggers file, `limits_problem` of the limits file; the
+    last good content of either stays in force.
+    """
 
     jobs: dict[str, int]
     used: int
@@ -4399,6 +5437,9 @@ class Status(msgspec.Struct, frozen=True):
     paused: bool
     heartbeat: float | None
     problem: str | None
+    limits_problem: str | None
+    meters: list[Meter]
+    holds: list[Hold]
 
 
 class Reader:
@@ -4425,10 +5466,14 @@ class Reader:
         return connection
 
     def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        return self._ask(lambda db: db.execute(sql, values).fetchall())
+
+    def _ask(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        """A look at the file. Raises `InfraError` when it cannot be had."""
         import sqlite3
 
         try:
-            return self._read.execute(sql, values).fetchall()
+            return do(self._read)
         except sqlite3.Error as error:
             raise InfraError(
                 f"the database {self.path} could not be read: {error}",
@@ -4444,10 +5489,39 @@ class Reader:
         answer: str = self._rows("PRAGMA quick_check(1)")[0][0]
         return answer
 
-    def runs(self, limit: int) -> list[RunRow]:
-        """Jobs, newest first, open ones included."""
-        sql = f"{_RUNS} ORDER BY jobs.seq DESC LIMIT ?"
-        return [_run_row(row) for row in self._rows(sql, limit)]
+    def backup(self, target: Path) -> None:
+        """Copy the database to a new private file while others go on using it.
+
+        Raises `ConfigError` when the file is there or cannot be written.
+        """
+        import sqlite3
+
+        part = target.with_name(f"{target.name}.{random_hex(4)}.part")
+        try:
+            for path in (target, part):  # the one holds the name, the other fills up
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            try:
+                with contextlib.closing(sqlite3.connect(part)) as copy:
+                    self._read.backup(copy)
+                    fault = copy.execute("PRAGMA quick_check(1)").fetchone()[0]
+                    copy.execute("PRAGMA journal_mode = DELETE")
+                if fault != "ok":
+                    raise InfraError(f"the copy is damaged: {fault}", "try again")
+                part.replace(target)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                target.unlink(missing_ok=True)
+                raise
+        except (OSError, sqlite3.Error) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{target}: {why}", "name a new file") from error
+
+    def runs(self, limit: int, before: str | None = None) -> list[RunRow]:
+        """Jobs, newest first, open ones included; older than the job `before`."""
+        sql = f"""{_RUNS} WHERE jobs.seq < coalesce(
+                  (SELECT seq FROM jobs WHERE id = ?), 9223372036854775807)
+                  ORDER BY jobs.seq DESC LIMIT ?"""
+        return [_run_row(row) for row in self._rows(sql, before, limit)]
 
     def records(self, limit: int) -> list[Record]:
         sql = "SELECT record FROM runs ORDER BY ended_at DESC, job_id LIMIT ?"
@@ -4486,19 +5560,41 @@ class Reader:
         rows = self._rows(sql, job.kind, job.title, job.replica)
         return frozenset(row[0] for row in rows)
 
+    def limits(self) -> Limits:
+        """What the worker has of limits.json, also after a bad edit."""
+        kept = self.flag("limits")
+        return msgspec.json.decode(kept, type=Limits) if kept else NO_LIMITS
+
+    def meters(self, caps: Caps, now: float) -> list[Meter]:
+        """What is used of every cap, and of windows that have none."""
+        return self._ask(lambda db: [_meter(db, c, caps.zone, now) for c in caps.rows])
+
+    def tokens_used(self, caps: Caps, now: float) -> int:
+        """Tokens that the present day has used or reserved."""
+        since, _ = window_of(now, caps.zone, "day")
+        return self._ask(lambda db: _tokens_used(db, "*", since))
+
     def status(self, caps: Caps, now: float) -> Status:
-        states = self._rows("SELECT state, count(*) FROM jobs GROUP BY state")
+        # two counts, because each has an index of its own and the table is wide
+        unended = """SELECT state, count(*) FROM jobs WHERE state <> 'done'
+                     GROUP BY state"""
+        ended = "SELECT 'done', count(*) FROM jobs WHERE state = 'done'"
+        states = [row for row in (*self._rows(unended), *self._rows(ended)) if row[1]]
         beat = self._rows("SELECT at FROM flags WHERE name = 'heartbeat'")
         sql = "SELECT count(*) FROM deliveries WHERE state = 'pending'"
+        meters = self.meters(caps, now)
         return Status(
             jobs={row[0]: row[1] for row in states},
-            used=_used(self._read, window_start(now, caps.zone, "day")),
+            used=next(m.used for m in meters if m.cap == "PI_DAILY_CAP"),
             daily_cap=caps.day,
             pending=self._rows(sql)[0][0],
             counts={r["name"]: r["n"] for r in self._rows("SELECT * FROM counters")},
             paused=self.flag("paused") is not None,
             heartbeat=beat[0][0] if beat else None,
             problem=self.flag("triggers-problem"),
+            limits_problem=self.flag("limits-problem"),
+            meters=meters,
+            holds=self._ask(lambda db: _holds_of(db, caps.limits, now)),
         )
 
 
@@ -4542,7 +5638,36 @@ def _run_row(row: sqlite3.Row) -> RunRow:
     )
 
 
-class Store(Reader):
+class Controls(Reader):
+    """What a person may ask of the queue, from any process that can write."""
+
+    clock: Clock
+
+    def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `do` in a transaction of its own or of a group."""
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        self._write(lambda db: _set_flag(db, "paused", "1", self.clock()))
+
+    def resume(self) -> None:
+        self._write(lambda db: _set_flag(db, "paused", None, self.clock()))
+
+    def cancel(self, job: str) -> str:
+        """Ask for a job's end; returns the state it was found in.
+
+        A job that has ended is a ConfigError that says how.
+        """
+        run, _, _ = self.run(job)
+        if run.state not in OPEN_STATES:
+            why = f"{job} has already ended: {run.state}"
+            raise ConfigError(why, f"see `pidispatch show {job}`")
+        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
+        self._write(lambda db: db.execute(sql, (job,)))
+        return run.state
+
+
+class Store(Controls):
     """The queue. One instance a process; `writes` serialises its writers.
 
     Raises `ConfigError` for a file that is damaged or too new, `InfraError` when
@@ -4592,6 +5717,8 @@ class Store(Reader):
     # -- the one writer ------------------------------------------------------
 
     def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        import sqlite3
+
         ask = _Ask(do, threading.Event(), [])
         with self._waiting:
             if self._closed:
@@ -4600,6 +5727,9 @@ class Store(Reader):
             self._waiting.notify()
         ask.done.wait()
         answer = ask.answer[0]
+        if isinstance(answer, sqlite3.Error):
+            why = f"the database could not be written: {answer}"
+            raise InfraError(why, "see `pidispatch doctor`") from answer
         if isinstance(answer, BaseException):
             raise answer
         return cast(T, answer)
@@ -4723,12 +5853,17 @@ class Store(Reader):
 
     # -- jobs ----------------------------------------------------------------
 
-    def claim(self) -> Claimed | None:
-        """Take the oldest job that may run now, or None. Takes no budget."""
+    def claim(self, limits: Limits = NO_LIMITS) -> Claimed | None:
+        """Take the oldest job that may run now, or None. Takes no budget.
+
+        A job in a pause window, or whose scope has as many at work as it may
+        have at once, stays queued: it waits at no cost and keeps its turn.
+        """
         now = self.clock()
-        if not self._rows(_READY, now):
+        held = self._ask(lambda db: _held(db, limits, now))
+        if not self._rows(_READY, now, held):
             return None
-        return self._write(lambda db: _claim(db, now))
+        return self._write(lambda db: _claim(db, _held(db, limits, now), now))
 
     def defer(self, claimed: Claimed, until: float) -> None:
         """Put a job back with a time; costs nothing and uses no attempt."""
@@ -4741,38 +5876,65 @@ class Store(Reader):
         text = msgspec.json.encode(work).decode()
         self._fenced(sql, (text, claimed.job.id, claimed.claim))
 
-    def peek_caps(self, caps: Caps) -> str | None:
-        """The reason a start would be refused now, without reserving."""
-        return _over_cap(self._read, caps, self.clock())
+    def peek_caps(
+        self, caps: Caps, place: str, tokens: int | None = None
+    ) -> Over | None:
+        """The cap that would refuse a start there now; reserves nothing."""
+        now = self.clock()
+        return self._ask(lambda db: _over(db, caps, place, tokens, now))
 
-    def start(self, claimed: Claimed, caps: Caps) -> str | None:
+    def start(
+        self, claimed: Claimed, caps: Caps, tokens: int | None = None
+    ) -> Over | None:
         """Reserve the caps and mark the job starting, in one transaction.
 
-        Returns the refusal's reason when a cap is spent; nothing is written then.
+        `tokens` is the job's own budget, which is reserved of the day's; a job
+        without one reserves none. Returns the cap that is spent; nothing is
+        written then.
         """
         now = self.clock()
-        return self._write(lambda db: _start(db, claimed, caps, now))
+        return self._write(lambda db: _start(db, claimed, caps, tokens, now))
 
     def running(self, claimed: Claimed) -> None:
         sql = """UPDATE jobs SET state = 'running' WHERE id = ? AND claim = ?
                  AND state = 'starting'"""
         self._fenced(sql, (claimed.job.id, claimed.claim))
 
-    def retry(self, claimed: Claimed, until: float) -> None:
-        """Queue another attempt of a job that ran; its slot stays used."""
+    def retry(
+        self, claimed: Claimed, until: float, tokens: Tokens | None = None
+    ) -> None:
+        """Queue another attempt of a job that ran; its slot stays used.
+
+        `tokens` is the gate's figure of this attempt.
+        """
 
         def do(db: sqlite3.Connection) -> None:
-            _book(db, claimed, None)
+            _book(db, claimed, tokens)
             sql = """UPDATE jobs SET state = 'queued', claim = NULL, not_before = ?
                      WHERE id = ? AND claim = ?"""
             _one(db, sql, (until, claimed.job.id, claimed.claim))
 
         self._write(do)
 
-    def finish(self, claimed: Claimed, record: Record, notice: Notice | None) -> None:
-        """Commit the record and the ledger; publish next, or done."""
+    def finish(
+        self,
+        claimed: Claimed,
+        record: Record,
+        notice: Notice | None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """Commit the record and the ledger; publish next, or done.
+
+        `tokens` is the gate's figure where the record has none: a run without a
+        call. Without any figure the reservation stands.
+        """
         now = self.clock()
-        self._write(lambda db: _finish(db, claimed, record, notice, now))
+
+        def do(db: sqlite3.Connection) -> None:
+            _book(db, claimed, record.tokens or tokens)
+            _finish(db, claimed, record, notice, now)
+
+        self._write(do)
 
     def refuse(self, claimed: Claimed, record: Record, notice: Notice | None) -> None:
         """Record a job that never got a container, and free its window."""
@@ -4780,6 +5942,7 @@ class Store(Reader):
 
         def do(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM windows WHERE job_id = ?", (claimed.job.id,))
+            _unbook(db, claimed)
             _finish(db, claimed, record, notice, now)
 
         self._write(do)
@@ -4869,6 +6032,17 @@ class Store(Reader):
         self._write(lambda db: _set_flag(db, name, value, now))
         self.work.set()
 
+    def set_limits(self, limits: Limits, problem: str | None) -> None:
+        """Show `status` the limits in force and what is wrong with their file."""
+        now, kept = self.clock(), msgspec.json.encode(limits).decode()
+
+        def do(db: sqlite3.Connection) -> None:
+            _set_flag(db, "limits", kept, now)
+            _set_flag(db, "limits-problem", problem, now)
+
+        self._write(do)
+        self.work.set()
+
     def beat(self) -> None:
         """The heartbeat of a running worker, for `status` and doctor."""
         now = self.clock()
@@ -4880,7 +6054,7 @@ class Store(Reader):
         self._write(lambda db: _forget(db, before))
 
 
-class Outside(Reader):
+class Outside(Controls):
     """What another process than the worker may change: one transaction each.
 
     It never checkpoints: SQLite below 3.51.3 may lose pages of the log when two
@@ -4907,25 +6081,6 @@ class Outside(Reader):
                 "see `pidispatch doctor`",
             ) from error
         return answer
-
-    def pause(self) -> None:
-        self._write(lambda db: _set_flag(db, "paused", "1", self.clock()))
-
-    def resume(self) -> None:
-        self._write(lambda db: _set_flag(db, "paused", None, self.clock()))
-
-    def cancel(self, job: str) -> str:
-        """Ask for a job's end; returns the state it was found in.
-
-        A job that has ended is a ConfigError that says how.
-        """
-        run, _, _ = self.run(job)
-        if run.state not in ("queued", "claimed", "starting", "running"):
-            why = f"{job} has already ended: {run.state}"
-            raise ConfigError(why, f"see `pidispatch show {job}`")
-        sql = "UPDATE jobs SET cancel = 'operator-cancel' WHERE id = ?"
-        self._write(lambda db: db.execute(sql, (job,)))
-        return run.state
 
     def pushed(self, job: Job, tip: str) -> None:
         self._write(lambda db: _pushed(db, job, tip, self.clock()))
@@ -5056,9 +6211,9 @@ def _put_delivery(
 def _put_job(db: sqlite3.Connection, job: Job, when: float, now: float) -> None:
     payload = msgspec.json.encode(job).decode()
     db.execute(
-        """INSERT INTO jobs (id, set_id, state, payload, queued_at)
-           VALUES (?, ?, 'queued', ?, ?)""",
-        (job.id, job.set, payload, now),
+        """INSERT INTO jobs (id, set_id, state, payload, queued_at, scope)
+           VALUES (?, ?, 'queued', ?, ?, ?)""",
+        (job.id, job.set, payload, now, job.place),
     )
     db.execute(
         "INSERT INTO windows (kind, key, opened_at, job_id) VALUES (?, ?, ?, ?)",
@@ -5080,17 +6235,61 @@ def _park(db: sqlite3.Connection, delivery: Delivery, pending: str) -> bool:
     return True
 
 
-_READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND not_before <= ?
-            AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused') LIMIT 1"""
+#: A cancelled job is taken at once, to be recorded, though nothing else starts.
+_READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND (cancel IS NOT NULL OR (
+            not_before <= ?
+            AND NOT EXISTS (SELECT 1 FROM json_each(?) AS held
+                            WHERE jobs.scope GLOB held.value)
+            AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused'))) LIMIT 1"""
 
 
-def _claim(db: sqlite3.Connection, now: float) -> Claimed | None:
+def _held(db: sqlite3.Connection, limits: Limits, now: float) -> str:
+    """The scopes in which nothing may start now: a JSON array of their globs."""
+    held = [scope_pattern(scope) for scope in limits.paused(now)]
+    held += [row.pattern for row in _full(db, limits)]
+    return json.dumps(held)
+
+
+def _full(db: sqlite3.Connection, limits: Limits) -> Iterator[ScopeRow]:
+    """The scopes that have as many jobs at work as they may have at once."""
+    sql = """SELECT count(*) FROM jobs WHERE scope GLOB ?
+             AND state IN ('claimed', 'starting', 'running')"""
+    for row in limits.scopes:
+        if row.concurrent is not None:
+            at_work: int = db.execute(sql, (row.pattern,)).fetchone()[0]
+            if at_work >= row.concurrent:
+                yield row
+
+
+def _holds_of(db: sqlite3.Connection, limits: Limits, now: float) -> list[Hold]:
+    def waiting(scope: str) -> int:
+        sql = "SELECT count(*) FROM jobs WHERE state = 'queued' AND scope GLOB ?"
+        n: int = db.execute(sql, (scope_pattern(scope),)).fetchone()[0]
+        return n
+
+    return [
+        *(
+            Hold(scope, "pause-window", until, waiting(scope))
+            for scope, until in limits.paused(now).items()
+        ),
+        *(
+            Hold(row.scope, "concurrent", None, waiting(row.scope))
+            for row in _full(db, limits)
+        ),
+    ]
+
+
+def _claim(db: sqlite3.Connection, held: str, now: float) -> Claimed | None:
     sql = """UPDATE jobs SET state = 'claimed', claim = ?
-             WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
-                          AND not_before <= ? ORDER BY seq LIMIT 1)
-             AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
+             WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued' AND (
+                 cancel IS NOT NULL OR (
+                     not_before <= ?
+                     AND NOT EXISTS (SELECT 1 FROM json_each(?) AS held
+                                     WHERE jobs.scope GLOB held.value)
+                     AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')))
+                 ORDER BY seq LIMIT 1)
              RETURNING payload, claim, attempt, queued_at, deferrals"""
-    rows = db.execute(sql, (random_hex(8), now)).fetchall()
+    rows = db.execute(sql, (random_hex(8), now, held)).fetchall()
     return _claimed_of(rows[0]) if rows else None
 
 
@@ -5101,8 +6300,8 @@ def _claimed_of(row: sqlite3.Row) -> Claimed:
     )
 
 
-def window_start(now: float, zone: str, span: Literal["day", "week", "month"]) -> float:
-    """When the cap's present window began, seconds since the epoch.
+def window_of(now: float, zone: str, span: Span) -> tuple[float, float]:
+    """When the cap's present window began and when it ends, epoch seconds.
 
     Weeks start on Monday. Wall-clock midnight in `zone`, so that a day with a
     clock change has 23 or 25 hours.
@@ -5112,45 +6311,79 @@ def window_start(now: float, zone: str, span: Literal["day", "week", "month"]) -
 
     local = datetime.fromtimestamp(now, ZoneInfo(zone))
     start = local.replace(hour=0, minute=0, second=0, microsecond=0, fold=0)
+    days = 1
     if span == "week":
-        start -= timedelta(days=start.weekday())
+        start, days = start - timedelta(days=start.weekday()), 7
     elif span == "month":
         start = start.replace(day=1)
-    return start.timestamp()
+        days = ((start + timedelta(days=31)).replace(day=1) - start).days
+    return start.timestamp(), (start + timedelta(days=days)).timestamp()
 
 
-def _over_cap(db: sqlite3.Connection, caps: Caps, now: float) -> str | None:
-    spans: tuple[tuple[Literal["day", "week", "month"], int | None], ...] = (
-        ("day", caps.day),
-        ("week", caps.week),
-        ("month", caps.month),
-    )
-    for span, cap in spans:
-        if cap is not None and _used(db, window_start(now, caps.zone, span)) >= cap:
-            return "over-budget"
-    return None
+def _meter(db: sqlite3.Connection, cap: Cap, zone: str, now: float) -> Meter:
+    since, ends = window_of(now, zone, cap.span)
+    used = _USED[cap.unit](db, cap.scope, since)
+    return Meter(cap.name, cap.unit, cap.span, used, cap.limit, cap.hold, ends)
 
 
-def _used(db: sqlite3.Connection, since: float) -> int:
+def _slots_used(db: sqlite3.Connection, scope: str, since: float) -> int:
     """Slots taken since then; rows of a stepped-back clock's future count too."""
-    sql = "SELECT count(*) FROM ledger WHERE reserved_at >= ? AND state <> 'released'"
-    n: int = db.execute(sql, (since,)).fetchone()[0]
+    sql = """SELECT count(*) FROM ledger WHERE reserved_at >= ?
+             AND state <> 'released' AND COALESCE(scope, '') GLOB ?"""
+    n: int = db.execute(sql, (since, scope)).fetchone()[0]
     return n
 
 
+def _tokens_used(db: sqlite3.Connection, scope: str, since: float) -> int:
+    """The gate's figures since then, and the reservations that have none yet."""
+    sql = """SELECT COALESCE(sum(COALESCE(tokens, tokens_reserved)), 0) FROM ledger
+             WHERE reserved_at >= ? AND state <> 'released'
+             AND COALESCE(scope, '') GLOB ?"""
+    n: int = db.execute(sql, (since, scope)).fetchone()[0]
+    return n
+
+
+_USED: Mapping[str, Callable[[sqlite3.Connection, str, float], int]] = {
+    "jobs": _slots_used,
+    "tokens": _tokens_used,
+}
+
+
+def _over(
+    db: sqlite3.Connection, caps: Caps, place: str, tokens: int | None, now: float
+) -> Over | None:
+    """The first cap that one more job there would exceed; holds come last."""
+    held = None
+    for cap in caps.rows:
+        if cap.limit is None or not in_scope(cap.scope, place):
+            continue
+        meter = _meter(db, cap, caps.zone, now)
+        asked = (tokens or 1) if cap.unit == "tokens" else 1
+        if meter.used + asked > cap.limit:
+            return Over(cap.reason, meter, asked)
+        if held is None and cap.hold is not None and meter.used + asked > cap.hold:
+            held = Over("soft-hold", meter, asked)
+    return held
+
+
 def _start(
-    db: sqlite3.Connection, claimed: Claimed, caps: Caps, now: float
-) -> str | None:
-    reason = _over_cap(db, caps, now)
-    if reason:
-        return reason
+    db: sqlite3.Connection,
+    claimed: Claimed,
+    caps: Caps,
+    tokens: int | None,
+    now: float,
+) -> Over | None:
+    job = claimed.job
+    over = _over(db, caps, job.place, tokens, now)
+    if over:
+        return over
     sql = """UPDATE jobs SET state = 'starting', attempt = attempt + 1, started_at = ?
              WHERE id = ? AND claim = ? AND state = 'claimed'"""
-    _one(db, sql, (now, claimed.job.id, claimed.claim))
+    _one(db, sql, (now, job.id, claimed.claim))
     db.execute(
-        """INSERT INTO ledger (job_id, attempt, reserved_at, state)
-           VALUES (?, ?, ?, 'reserved')""",
-        (claimed.job.id, claimed.attempt + 1, now),
+        """INSERT INTO ledger (job_id, attempt, reserved_at, state, tokens_reserved,
+           scope) VALUES (?, ?, ?, 'reserved', ?, ?)""",
+        (job.id, claimed.attempt + 1, now, tokens, job.place),
     )
     return None
 
@@ -5177,7 +6410,6 @@ def _finish(
     notice: Notice | None,
     now: float,
 ) -> None:
-    _book(db, claimed, record.tokens)
     state = "publishing" if notice else "done"
     text = msgspec.json.encode(notice).decode() if notice else None
     payload = msgspec.json.encode(claimed.job.without_text()).decode()
@@ -5233,7 +6465,8 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
     db.execute("DELETE FROM comments WHERE at < ?", (before,))
-    db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before,))
+    # a month of 31 days may have an hour more, and its cap counts all of it
+    db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before - DAY,))
     db.execute(
         """DELETE FROM deliveries WHERE state = 'admitted' AND received_at < ?
            AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.set_id = deliveries.id)""",
@@ -5408,18 +6641,26 @@ class BoxExit(msgspec.Struct, frozen=True, kw_only=True):
     """What a box left behind. `tokens` and `forks` are the gate's own count.
 
     `code` is None when the container is gone and nobody can say how it ended.
+    `metered` is whether the gate's log was there: without a call in it the count
+    is zero, and without it nobody knows.
     """
 
     code: int | None
     oom: bool = False
     result: Result | None = None
     tokens: Tokens | None = None
+    metered: bool = False
     forks: Forks | None = None
     budget_spent: bool = False
     bundle: Path | None = None
     review_request: str | None = None
     comment: str | None = None
     outbox_refused: bool = False
+
+    @property
+    def bill(self) -> Tokens | None:
+        """What the day's tokens are charged; None lets the reservation stand."""
+        return self.tokens or (Tokens() if self.metered else None)
 
 
 class Box(Protocol):
@@ -5452,6 +6693,8 @@ class Engine(Protocol):
     def adopt(self, job: str) -> Box | None: ...
 
     def sweep(self, keep: frozenset[str]) -> int: ...
+
+    def tail(self, job: str, lines: int) -> list[str]: ...
 
 
 def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
@@ -5744,12 +6987,20 @@ class DockerEngine:
         )
         return str(made["Id"])
 
-    def log_lines(self, container: str, *, follow: bool) -> Iterator[str]:
-        """The stdout of a running box, line by line."""
+    def log_lines(
+        self, container: str, *, follow: bool, tail: int | None = None
+    ) -> Iterator[str]:
+        """The stdout of a running box, line by line; `tail` lines of it, or all."""
         import docker
 
         try:
-            stream = self.api.logs(container, stderr=False, stream=True, follow=follow)
+            stream = self.api.logs(
+                container,
+                stderr=False,
+                stream=True,
+                follow=follow,
+                tail="all" if tail is None else tail,
+            )
         except docker.errors.NotFound as error:
             raise InfraError(f"{container} is gone", "see `pidispatch show`") from error
         rest = b""
@@ -5758,6 +7009,14 @@ class DockerEngine:
             yield from (line.decode("utf-8", "replace") for line in lines)
         if rest:
             yield rest.decode("utf-8", "replace")
+
+    def tail(self, job: str, lines: int) -> list[str]:
+        """The newest lines of a running box, none when it is not there."""
+        container = container_name(job)
+        try:
+            return [*self.log_lines(container, follow=False, tail=lines)]
+        except InfraError:
+            return []
 
     def _subnet(self) -> IPv4Network:
         """The next /28 of PI_NETWORK_POOL; the engine says whether it is free."""
@@ -6067,12 +7326,14 @@ class DockerBox:
         """
         with engine_answers():
             state = self._state()
-            tokens, forks, spent = meter_of(self._meter())
+            lines = self._meter()
+            tokens, forks, spent = meter_of(lines)
             ended = BoxExit(
                 code=state["ExitCode"] if state else None,
                 oom=bool(state and state.get("OOMKilled") and state["ExitCode"]),
                 result=result_of(self._lines(self.name)),
                 tokens=tokens,
+                metered=bool(lines),
                 forks=forks,
                 budget_spent=spent,
             )
@@ -7311,7 +8572,10 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
 
 
 class Attempt(msgspec.Struct):
-    """What one attempt learns on its way up the ladder; filled gate by gate."""
+    """What one attempt learns on its way up the ladder; filled gate by gate.
+
+    `left` is what the day's tokens had left when they were looked at.
+    """
 
     claimed: Claimed
     settings: Settings
@@ -7325,6 +8589,7 @@ class Attempt(msgspec.Struct):
     prepared: Prepared | None = None
     skill: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     started_at: float | None = None
+    left: int | None = None
 
     @property
     def job(self) -> Job:
@@ -7338,6 +8603,11 @@ class Attempt(msgspec.Struct):
             return run.replicaModels[replica - 1]
         provider = run.provider or self.settings.provider
         return f"{provider}/{run.model or self.settings.model}"
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The job's own budget of tokens: its rule's, else the settings'."""
+        return self.job.run.maxTokens or self.settings.max_tokens
 
     @property
     def publish(self) -> str:
@@ -7379,7 +8649,7 @@ def models_json(provider: Provider, token: str) -> dict[str, Any]:
 
 def gate_line(attempt: Attempt) -> bytes:
     """The one line the gate reads: token, keys, allowlists, prices, budget."""
-    settings, run = attempt.settings, attempt.job.run
+    settings = attempt.settings
     names = (attempt.model_name, *settings.models_allow)
     providers: dict[str, Any] = {}
     prices: dict[str, Any] = {}
@@ -7398,7 +8668,8 @@ def gate_line(attempt: Attempt) -> bytes:
         "allow": list(settings.egress_allow),
         "models": list(names),
         "prices": prices,
-        "budget": run.maxTokens or settings.max_tokens,
+        # a job without a budget of its own may at most use what the day has left
+        "budget": attempt.max_tokens or attempt.left,
         "spent": 0,
     }
     return json.dumps(line).encode()
@@ -7468,7 +8739,7 @@ def job_file(attempt: Attempt, deadline: float) -> bytes:
             "gate": {"url": _PROXY, "token": attempt.token},
             "models": models_json(attempt.provider, attempt.token),
             "maxTurns": run.maxTurns or settings.max_turns,
-            "maxTokens": run.maxTokens or settings.max_tokens,
+            "maxTokens": attempt.max_tokens,
             "deadline": int(deadline),
             "excludeTools": list(run.excludeTools or ()),
             "forkJoin": run.forkJoin is not False
@@ -7513,9 +8784,11 @@ class Dispatcher:
         *,
         clock: Clock = time.time,
         new_token: Callable[[], str] = lambda: random_hex(32),
+        limits: Callable[[], Limits] = lambda: NO_LIMITS,
     ) -> None:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
+        self.limits = limits
         self.mirrors = Mirrors(settings.state_dir / "mirrors")
         self.leaving = threading.Event()
         self.stop_jobs = threading.Event()
@@ -7532,8 +8805,8 @@ class Dispatcher:
         reserved. The box's network and gate open before the workspace, because
         starting them takes as long as the clone.
         """
-        for _, gate in LADDER:
-            gate(self, attempt)
+        for gate in LADDER:
+            gate.check(self, attempt)
 
     def check_overlay(self, attempt: Attempt) -> None:
         attempt.settings = with_overlay(self.settings)
@@ -7620,16 +8893,12 @@ class Dispatcher:
 
     def check_caps(self, attempt: Attempt) -> None:
         """A look only: a job that cannot start must mint and clone nothing."""
-        reason = self.store.peek_caps(Caps.of(attempt.settings))
-        if reason:
-            raise self._over(reason)
-
-    def _over(self, reason: str) -> Refused:
-        return Refused(
-            reason,
-            "the cap on jobs is used up",
-            "wait for the next window, or raise PI_DAILY_CAP (or its week or month)",
-        )
+        caps = Caps.of(attempt.settings, self.limits())
+        over = self.store.peek_caps(caps, attempt.job.place, attempt.max_tokens)
+        if over:
+            raise _over_cap(over, caps.zone)
+        if caps.tokens is not None:
+            attempt.left = caps.tokens - self.store.tokens_used(caps, self.clock())
 
     def take_token(self, attempt: Attempt) -> None:
         attempt.remote = Remote.of(self.forge(attempt.job), attempt.job.repo)
@@ -7708,9 +8977,10 @@ class Dispatcher:
         attempt.skill = skill
 
     def reserve(self, attempt: Attempt) -> None:
-        reason = self.store.start(attempt.claimed, Caps.of(attempt.settings))
-        if reason:
-            raise self._over(reason)
+        caps = Caps.of(attempt.settings, self.limits())
+        over = self.store.start(attempt.claimed, caps, attempt.max_tokens)
+        if over:
+            raise _over_cap(over, caps.zone)
         attempt.started_at = self.clock()
 
     # -- one job -------------------------------------------------------------
@@ -7766,18 +9036,26 @@ class Dispatcher:
 
     def _start(self, attempt: Attempt) -> None:
         assert attempt.box and attempt.started_at is not None
-        inputs = box_inputs(attempt, attempt.started_at + JOB_SECONDS)
+        try:
+            inputs = box_inputs(attempt, attempt.started_at + JOB_SECONDS)
+        except Exception:
+            self._hand_back(attempt)
+            raise
         try:
             attempt.box.start(inputs)
         except Refused:
+            self._hand_back(attempt)
             raise
         except Exception as error:
-            # create or start failed: nothing ran, so the slot goes back
-            self._patiently(lambda: self.store.release(attempt.claimed))
-            attempt.started_at = None
+            self._hand_back(attempt)
             raise InfraError(f"the container did not start: {error}") from error
         self._patiently(lambda: self.store.running(attempt.claimed))
         _event("job-started", attempt.job)
+
+    def _hand_back(self, attempt: Attempt) -> None:
+        """Nothing ran: the slot and the reserved tokens go back."""
+        self._patiently(lambda: self.store.release(attempt.claimed))
+        attempt.started_at = None
 
     def _attend(self, attempt: Attempt) -> str | None:
         """Wait for the end; returns the reason if it was we who ended it."""
@@ -7824,7 +9102,8 @@ class Dispatcher:
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
             forget_kept(self.kept_dir(attempt.job))  # the last attempt wins
             until = self.clock() + RETRY_SECONDS
-            self._patiently(lambda: self.store.retry(attempt.claimed, until))
+            retry = functools.partial(self.store.retry, attempt.claimed, until)
+            self._patiently(lambda: retry(ended.bill))
             _event("job-retry", attempt.job, verdict.reason)
             self._remove(attempt)
             return
@@ -7860,7 +9139,9 @@ class Dispatcher:
             notice = Notice("result", commits=commits)
         else:
             notice = _outcome_notice(attempt.job, record)
-        self._patiently(lambda: self.store.finish(attempt.claimed, record, notice))
+        bill = ended.bill if ended else None
+        finish = functools.partial(self.store.finish, attempt.claimed, record)
+        self._patiently(lambda: finish(notice, bill))
         _event("job-ended", attempt.job, verdict.reason or verdict.outcome)
         self._remove(attempt)
         self.publish(attempt.job.id)
@@ -8026,22 +9307,62 @@ class Dispatcher:
         return adopted
 
 
+class Gate(NamedTuple):
+    """One rung: what it checks, the reasons it may refuse for, what is said then."""
+
+    name: str
+    check: Callable[[Dispatcher, Attempt], None]
+    reasons: tuple[str, ...] = ()
+    comment: str = "comment-not-started.md.j2"
+
+
+_CAPS = ("daily-token-cap", "scope-cap", "over-budget", "soft-hold")
+_OVER_CAP = "comment-over-cap.md.j2"
+
 #: The gates in their order, by the name a reader looks for.
-LADDER: tuple[tuple[str, Callable[[Dispatcher, Attempt], None]], ...] = (
-    ("overlay", Dispatcher.check_overlay),
-    ("image", Dispatcher.check_image),
-    ("forges", Dispatcher.check_forges),
-    ("capabilities", Dispatcher.check_capabilities),
-    ("version", Dispatcher.check_version),
-    ("provider", Dispatcher.check_provider),
-    ("gate image", Dispatcher.check_gate_image),
-    ("caps, a look", Dispatcher.check_caps),
-    ("token", Dispatcher.take_token),
-    ("box", Dispatcher.open_box),
-    ("workspace", Dispatcher.prepare),
-    ("flow", Dispatcher.find_skill),
-    ("caps, reserved", Dispatcher.reserve),
+LADDER: tuple[Gate, ...] = (
+    Gate("overlay", Dispatcher.check_overlay, ("settings-overlay-invalid",)),
+    Gate("image", Dispatcher.check_image, ("job-image-missing",)),
+    Gate("forges", Dispatcher.check_forges, ("job-image-forge-unsupported",)),
+    Gate(
+        "capabilities",
+        Dispatcher.check_capabilities,
+        ("job-image-replicas-unsupported", "job-image-exclude-tools-unsupported"),
+    ),
+    Gate("version", Dispatcher.check_version, ("not-in-this-version",)),
+    Gate(
+        "provider",
+        Dispatcher.check_provider,
+        ("provider-unconfigured", "model-unknown"),
+    ),
+    Gate("gate image", Dispatcher.check_gate_image, ("gate-image-missing",)),
+    Gate("caps, a look", Dispatcher.check_caps, _CAPS, _OVER_CAP),
+    Gate("token", Dispatcher.take_token, ("forge-token-unavailable",)),
+    Gate("box", Dispatcher.open_box),
+    Gate(
+        "workspace",
+        Dispatcher.prepare,
+        ("sha-gone", "flow-not-found", "repository-unavailable"),
+    ),
+    Gate("flow", Dispatcher.find_skill, ("flow-not-found",)),
+    Gate("caps, reserved", Dispatcher.reserve, _CAPS, _OVER_CAP),
 )
+_COMMENTS = {reason: gate.comment for gate in LADDER for reason in gate.reasons}
+
+
+def _over_cap(over: Over, zone: str) -> Refused:
+    """A spent cap as people are told of it: which, how much, and until when."""
+    meter, cap = over.meter, f"`{over.meter.cap}`"
+    asks = f"; this job reserves {over.asked}" * (meter.unit == "tokens")
+    if over.reason == "soft-hold":
+        asks += f", and PI_SOFT_HOLD_PCT holds from {meter.hold} on"
+        cap += " or PI_SOFT_HOLD_PCT"
+    return Refused(
+        over.reason,
+        f"`{meter.cap}` is {meter.limit} {meter.unit} a {meter.span}: {meter.used} are "
+        f"used{asks}. This {meter.span} ({zone}) ends at {iso(meter.ends)}",
+        f"start it again after that, or raise {cap}",
+    )
 
 
 def _undeclared(image: Image, token: str) -> tuple[str, str]:
@@ -8058,7 +9379,7 @@ def _refusal_notice(job: Job, refusal: Refused) -> Notice:
     """One comment for a set, whichever of its replicas was refused first."""
     marker = comment_marker(job.set, refusal.reason)
     text = render(
-        "comment-not-started.md.j2",
+        _COMMENTS.get(refusal.reason, "comment-not-started.md.j2"),
         job=job,
         reason=refusal.reason,
         message=refusal.message,
@@ -8243,7 +9564,7 @@ class Workers:
         with contextlib.suppress(IndexError):
             self.dispatcher.adopt(*self._adopted.pop())
             return True
-        claimed = self.store.claim()
+        claimed = self.store.claim(self.dispatcher.limits())
         if claimed is None:
             return False
         self.dispatcher.run(claimed)
@@ -8309,19 +9630,21 @@ def lock_file(path: Path) -> IO[str]:
 # =============================================================================
 # intake
 #
-# The HTTP edge, the inbox that resolves who asked, and the watcher of the
-# triggers file. Knows nothing of Docker.
+# The HTTP edge, the inbox that resolves who asked, and the watchers of the
+# triggers and limits files. Knows nothing of Docker.
 # =============================================================================
 
 
-class TriggersFile:
-    """The rules in force, read again whenever the file's content changes.
+class WatchedFile(Generic[T]):
+    """What a file says, read again whenever its content changes.
 
-    `rules` is always the last valid content and `problem` says what is wrong
+    `value` is always the last valid content and `problem` says what is wrong
     with the present one. The constructor raises `Faults` for a file that is
-    absent, bad, or names a forge that is not served.
+    absent or bad; `empty` is the value of one that may be absent at the start.
     """
 
+    #: What the log calls it.
+    name: ClassVar[str]
     #: Milliseconds without a change before the file is read: editors and
     #: deployments save in several steps.
     QUIET = 150
@@ -8329,16 +9652,22 @@ class TriggersFile:
     #: link to another directory, and a directory made anew, give none.
     LOOK_ANYWAY = 2_000
 
-    def __init__(self, path: Path, served: Iterable[str]) -> None:
+    def __init__(self, path: Path, empty: T | None = None) -> None:
         self.path = path
-        self.served = frozenset(served)
         self.problem: str | None = None
         self._tell: Callable[[str | None], None] | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow_on, name="triggers")
+        self._thread = threading.Thread(target=self._follow_on, name=self.name)
         self._thread.daemon = True
         self._content = self._read()
-        self.rules = self._validate(self._content)
+        absent = self._content is None and not os.path.lexists(path)
+        self.value: T = (
+            empty if absent and empty is not None else self._load(self._content)
+        )
+
+    def parse(self, content: bytes, source: str) -> T:
+        """The value of a content. Raises `Faults`."""
+        raise NotImplementedError
 
     def watch(self, tell: Callable[[str | None], None] | None = None) -> None:
         """Follow the file; `tell` gets its problem, now and whenever it changes."""
@@ -8358,20 +9687,12 @@ class TriggersFile:
         except OSError:
             return None
 
-    def _validate(self, content: bytes | None) -> tuple[Rule, ...]:
+    def _load(self, content: bytes | None) -> T:
         source = str(self.path)
         if content is None:
-            raise Faults(source, ["cannot be read"], _NO_RULES_FIX)
-        rules = load_triggers(content, source)
-        faults = [
-            f"triggers[{rule.index}].run.kind: {json.dumps(rule.run.kind)} is not "
-            f"served: set {FORGES[rule.run.kind].secret_variable}"
-            for rule in rules
-            if rule.run.kind in FORGES and rule.run.kind not in self.served
-        ]
-        if faults:
-            raise Faults(source, faults)
-        return rules
+            fix = "name another file, or let `pidispatch init` write an example"
+            raise Faults(source, ["cannot be read"], fix)
+        return self.parse(content, source)
 
     def refresh(self) -> None:
         """Read the file; take valid new content, keep the last good otherwise."""
@@ -8380,13 +9701,11 @@ class TriggersFile:
             return
         self._content = content
         try:
-            self.rules, self.problem = self._validate(content), None
-            log_event("triggers-reloaded", rules=len(self.rules))
+            self.value, self.problem = self._load(content), None
+            log_event(f"{self.name}-reloaded")
         except PidispatchError as error:
             self.problem = error.message
-            log_event(
-                "triggers-invalid", logging.ERROR, kept=len(self.rules), why=error
-            )
+            log_event(f"{self.name}-invalid", logging.ERROR, why=error)
         if self._tell:
             self._tell(self.problem)
 
@@ -8396,7 +9715,7 @@ class TriggersFile:
                 self.refresh()
                 self._follow()
             except Exception as error:
-                log_event("triggers-watch-failed", logging.ERROR, error=error)
+                log_event(f"{self.name}-watch-failed", logging.ERROR, error=error)
                 self._stop.wait(self.LOOK_ANYWAY / 1000)
 
     def _follow(self) -> None:
@@ -8414,6 +9733,46 @@ class TriggersFile:
             raise_interrupt=False,
         ):
             self.refresh()
+
+
+class TriggersFile(WatchedFile[tuple[Rule, ...]]):
+    """The rules in force. One that names a forge that is not served is a fault."""
+
+    name = "triggers"
+
+    def __init__(self, path: Path, served: Iterable[str]) -> None:
+        self.served = frozenset(served)
+        super().__init__(path)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return self.value
+
+    def parse(self, content: bytes, source: str) -> tuple[Rule, ...]:
+        rules = load_triggers(content, source)
+        faults = [
+            f"triggers[{rule.index}].run.kind: {json.dumps(rule.run.kind)} is not "
+            f"served: set {FORGES[rule.run.kind].secret_variable}"
+            for rule in rules
+            if rule.run.kind in FORGES and rule.run.kind not in self.served
+        ]
+        if faults:
+            raise Faults(source, faults)
+        return rules
+
+
+class LimitsFile(WatchedFile[Limits]):
+    """The limits in force. Only ./limits.json, which nobody named, may be absent."""
+
+    name = "limits"
+
+    def __init__(self, settings: Settings) -> None:
+        self.zone = settings.timezone
+        empty = None if settings.limits_file else NO_LIMITS
+        super().__init__(limits_path(settings), empty)
+
+    def parse(self, content: bytes, source: str) -> Limits:
+        return load_limits(content, source, self.zone)
 
 
 def judge(rules: Sequence[Rule], event: Event, own: str | None) -> Match | Drop:
@@ -8439,8 +9798,10 @@ class Answer(NamedTuple):
 STATUS_WORDS = {
     200: "ok",
     202: "accepted",
+    303: "see-other",
     400: "malformed",
     401: "unauthorized",
+    403: "forbidden",
     404: "not-found",
     405: "method-not-allowed",
     408: "timeout",
@@ -8455,8 +9816,10 @@ STATUS_WORDS = {
 }
 
 
-def _refusal(status: int) -> Answer:
-    return Answer(status, {"status": "error", "reason": STATUS_WORDS[status]})
+def _refusal(status: int, fix: str | None = None) -> Answer:
+    """An error's answer; `fix` is a fixed sentence of ours, never a delivery's."""
+    told = {"status": "error", "reason": STATUS_WORDS[status]}
+    return Answer(status, told | ({"fix": fix} if fix else {}))
 
 
 class Intake:
@@ -8499,7 +9862,7 @@ class Intake:
             return _refusal(401)
         except Malformed as error:
             log_event("delivery-malformed", logging.WARNING, forge=kind, error=error)
-            return _refusal(400)
+            return _refusal(400, error.fix)
         except InfraError as error:
             log_event("delivery-not-stored", logging.ERROR, forge=kind, error=error)
             return _refusal(503)
@@ -8736,35 +10099,63 @@ _ONCE = re.compile(
     r"signature|token|delivery|event|^(content-(length|type)|transfer-encoding|"
     r"authorization|expect|host|webhook-id|webhook-timestamp|idempotency-key)$"
 )
-_MEDIA_TYPES = ("application/json", FORM_TYPE)
 
 
-class Edge:
-    """The public HTTP/1.1 receiver: http.server, with everything bounded."""
+class Asked(NamedTuple):
+    """One HTTP request: header names in lower case, the target as it came."""
 
-    def __init__(
-        self, intake: Intake, host: str, port: int, limits: EdgeLimits | None = None
-    ) -> None:
+    method: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Reply(NamedTuple):
+    """What goes back: a status, a body of that media type, more headers."""
+
+    status: int
+    body: bytes
+    media: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, answer: Answer) -> Reply:
+        return cls(answer.status, msgspec.json.encode(answer.payload))
+
+
+class HttpServer:
+    """An HTTP/1.1 server with everything bounded; a kind of it says what it serves.
+
+    `methods` names what a path takes (nothing: 404), `answer` answers one request
+    that came whole, `media_types` are the bodies it reads.
+    """
+
+    name: ClassVar[str]
+    media_types: ClassVar[tuple[str, ...]] = (FORM_TYPE,)
+    most: ClassVar[int] = 65_536
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def answer(self, asked: Asked) -> Reply:
+        raise NotImplementedError
+
+    def __init__(self, host: str, port: int, limits: EdgeLimits | None = None) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
-        self.intake = intake
         self.limits = limits or EdgeLimits()
-        #: Whose deliveries a path takes; the health check takes nobody's.
-        self.routes = {f"/{kind}": kind for kind in intake.forges} | {"/healthz": ""}
-        self.routes |= {f"{path}/": kind for path, kind in self.routes.items()}
-        if "github" in intake.forges:
-            self.routes["/"] = "github"
         self.larges = threading.BoundedSemaphore(self.limits.larges)
         self.closing = False
         #: Connections with nothing in progress, the longest idle first.
         self.idle: dict[socket.socket, None] = {}
         self._open: set[socket.socket] = set()
         self._slots = threading.Semaphore(self.limits.threads)
-        self.pool = ThreadPoolExecutor(self.limits.threads, "edge")
+        self.pool = ThreadPoolExecutor(self.limits.threads, self.name)
         self._server = _listen(self, host, port)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="edge", daemon=True
+            target=self._server.serve_forever, name=self.name, daemon=True
         )
 
     def start(self) -> None:
@@ -8804,6 +10195,37 @@ class Edge:
             self._slots.release()
 
 
+class Edge(HttpServer):
+    """The public receiver of deliveries."""
+
+    name = "edge"
+    media_types = ("application/json", FORM_TYPE)
+    most = MAX_BODY_BYTES
+
+    def __init__(
+        self, intake: Intake, host: str, port: int, limits: EdgeLimits | None = None
+    ) -> None:
+        self.intake = intake
+        #: Whose deliveries a path takes; the health check takes nobody's.
+        self.routes = {f"/{kind}": kind for kind in intake.forges} | {"/healthz": ""}
+        self.routes |= {f"{path}/": kind for path, kind in self.routes.items()}
+        if "github" in intake.forges:
+            self.routes["/"] = "github"
+        super().__init__(host, port, limits)
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        kind = self.routes.get(path)
+        if kind is None:
+            return ()
+        return ("POST",) if kind else ("GET",)
+
+    def answer(self, asked: Asked) -> Reply:
+        kind = self.routes[asked.path]
+        if not kind:
+            return Reply.of(Answer(200, {"status": "ok"}))
+        return Reply.of(self.intake.receive(kind, asked.headers, asked.body))
+
+
 def _hang_up(sock: socket.socket, how: int = 2) -> None:
     """Shut down receiving (0), sending (1) or both (2); it may be gone already."""
     with contextlib.suppress(OSError):
@@ -8817,7 +10239,7 @@ else:  # as slow to import as all else here: `_listen` puts it underneath
     BaseHTTPRequestHandler = object
 
 
-def _listen(edge: Edge, host: str, port: int) -> ThreadingTCPServer:
+def _listen(edge: HttpServer, host: str, port: int) -> ThreadingTCPServer:
     """The library's server, with threads that are kept, and what each holds open.
 
     HTTPServer itself would only add a look-up of the host's name.
@@ -8896,7 +10318,7 @@ class _Wire(io.RawIOBase):
 class _Conversation(BaseHTTPRequestHandler):
     """One connection: the library's loop, dispatch and answers, and a strict parse."""
 
-    edge: Edge
+    edge: HttpServer
     raw_requestline: bytes
     rfile: io.BufferedReader
     protocol_version = request_version = "HTTP/1.1"
@@ -8918,7 +10340,7 @@ class _Conversation(BaseHTTPRequestHandler):
                 self.wire.within(self.limits.head_seconds)
                 self.handle_one_request()
         except _Stop as stop:
-            self._send(_refusal(*stop.args))
+            self._send(Reply.of(_refusal(*stop.args)))
         finally:
             _hang_up(self.connection, 1)
         # closing at once would reset the connection, and take the answer away from
@@ -8958,7 +10380,7 @@ class _Conversation(BaseHTTPRequestHandler):
         line = self.raw_requestline.decode("latin-1")
         self._check_line(line)
         self.fields = self._headers()
-        _demand(self.kind is not None, 404)
+        _demand(self.methods, 404)
         asked = self.fields.get("connection", "").lower()
         self.close_connection = line.endswith("/1.0\r\n") or "close" in asked
         return True
@@ -8966,12 +10388,13 @@ class _Conversation(BaseHTTPRequestHandler):
     def _check_line(self, line: str) -> None:
         """Find the route, or the first fault in the fixed order."""
         self.command, _, rest = line.partition(" ")
-        self.kind = self.edge.routes.get(re.split("[ ?]", rest, maxsplit=1)[0])
-        self.allow = {None: "GET, POST", "": "GET"}.get(self.kind, "POST")
+        self.path, _, self.query = rest.partition(" ")[0].partition("?")
+        self.methods = self.edge.methods(self.path)
+        self.allow = ", ".join(self.methods or ("GET", "POST"))
         long = len(line) > self.limits.line
         _demand(_TOKEN.fullmatch(self.command), 400)
         _demand(_METHODS.fullmatch(self.command), 501)
-        _demand(self.command in self.allow, 405)
+        _demand(self.command in self.allow.split(", "), 405)
         _demand(_REQUEST_LINE.fullmatch(line), 414 if long else 400)
         _demand(" HTTP/1." in line, 505)
         _demand(not long, 414)
@@ -8996,7 +10419,7 @@ class _Conversation(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.fields.keys() & {"content-length", "transfer-encoding"}:
             self.close_connection = True  # a body that is not read
-        self._send(Answer(200, {"status": "ok"}))
+        self._send(self._answer(b""))
 
     def do_POST(self) -> None:
         length = self.fields.get("content-length", "")
@@ -9004,41 +10427,46 @@ class _Conversation(BaseHTTPRequestHandler):
         _demand("content-length" in self.fields, 411)
         _demand("transfer-encoding" not in self.fields, 411)
         _demand(re.fullmatch("[0-9]+", length), 400)
-        _demand(len(length) < 19 and int(length) <= MAX_BODY_BYTES, 413)
-        _demand(media in _MEDIA_TYPES, 415)
+        _demand(len(length) < 19 and int(length) <= self.edge.most, 413)
+        _demand(media in self.edge.media_types, 415)
         self.wire.within(self.limits.body_seconds)
         with contextlib.ExitStack() as held:
             if int(length) > self.limits.large:
                 free = self.edge.larges.acquire(timeout=self.limits.body_seconds)
                 _demand(free, 503)
                 held.callback(self.edge.larges.release)
-            self._send(self._deliver(int(length)))
+            self._send(self._answer(self._body(int(length))))
 
-    def _deliver(self, length: int) -> Answer:
+    def _body(self, length: int) -> bytes:
         if "expect" in self.fields:
             self.handle_expect_100()
             self.wfile.flush()
         body = self.rfile.read(length)
         _demand(len(body) == length, 400)
-        assert self.kind
-        try:
-            return self.edge.intake.receive(self.kind, self.fields, body)
-        except Exception as error:
-            log_event("delivery-failed", logging.ERROR, forge=self.kind, error=error)
-            return _refusal(503)
+        return body
 
-    def _send(self, answer: Answer) -> None:
-        body = msgspec.json.encode(answer.payload)
+    def _answer(self, body: bytes) -> Reply:
+        asked = Asked(self.command, self.path, self.query, self.fields, body)
+        try:
+            return self.edge.answer(asked)
+        except Exception as error:
+            name = f"{self.edge.name}-request-failed"
+            log_event(name, logging.ERROR, path=self.path, error=error)
+            return Reply.of(_refusal(503))
+
+    def _send(self, answer: Reply) -> None:
         self.close_connection |= answer.status >= 400 or self.edge.closing
         self.send_response_only(answer.status, STATUS_WORDS[answer.status])
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", answer.media)
+        self.send_header("Content-Length", str(len(answer.body)))
         if self.close_connection:
             self.send_header("Connection", "close")
         if answer.status == 405:
             self.send_header("Allow", self.allow)
+        for name, value in answer.headers:
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(answer.body)
         self.connection.settimeout(self.limits.send_seconds)
         self.wfile.flush()
 
@@ -9085,11 +10513,10 @@ def _spellings(secret: str) -> Iterator[str]:
 
 def secrets_of(settings: Settings) -> Iterator[str]:
     yield from settings.keys.values()
-    yield from settings.webhook_secret
-    yield from settings.azure_webhook_secret
-    for secret in (settings.github_pat, settings.azure_token, settings.panel_token):
-        if secret:
-            yield secret
+    for name, row in SETTINGS.items():
+        value = getattr(settings, name)
+        if _is_secret(row.variable) and isinstance(value, str | tuple):
+            yield from (value,) if isinstance(value, str) else value
 
 
 class LogFormat(logging.Formatter):
@@ -9123,70 +10550,6 @@ def set_up_logging(settings: Settings) -> None:
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
     log.propagate = False
-
-
-class Service:
-    """A running pidispatch: the receiver, the workers, or both on one file."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        triggers: Path,
-        *,
-        engine: Engine | None = None,
-        clock: Clock = time.time,
-    ) -> None:
-        self.settings = settings
-        self.forges = forges_of(settings)
-        self.triggers = TriggersFile(triggers, frozenset(self.forges))
-        self.store = Store(settings.db, clock)
-        self.engine = engine or DockerEngine(settings, self.store.instance())
-        dispatcher = Dispatcher(
-            settings, self.store, self.engine, self.forges, clock=clock
-        )
-        self.workers = Workers(dispatcher, self.store, settings.concurrency)
-        self.intake = Intake(
-            forges=self.forges,
-            triggers=self.triggers,
-            store=self.store,
-            hourly=settings.target_hourly,
-            clock=clock,
-        )
-        self.inbox = Inbox(self.intake)
-        self.edge = _receiver(self.intake, settings)
-        self._works = False
-
-    def start(self, *, worker: bool = True) -> None:
-        if worker:
-            self.workers.start()
-            self._works = True
-        else:
-            self.store.never_checkpoint()
-        self.triggers.watch(
-            lambda problem: self.store.set_flag("triggers-problem", problem)
-        )
-        self.inbox.start()
-        self.edge.start()
-        log_event("serving", port=self.edge.port)
-
-    def stop(self, *, end_jobs: bool = False) -> None:
-        self.edge.stop()
-        self.inbox.stop()
-        self.triggers.stop()
-        if self._works:
-            self.workers.stop(end_jobs=end_jobs)
-        self.store.close()
-
-
-def _receiver(intake: Intake, settings: Settings) -> Edge:
-    """The receiver. Raises `ConfigError` when its address cannot be had."""
-    try:
-        return Edge(intake, settings.bind, settings.port)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {settings.bind}:{settings.port}: {error.strerror}",
-            "set PI_BIND and PI_PORT to an address of this machine that is free",
-        ) from error
 
 
 # -- tables -------------------------------------------------------------------
@@ -9517,16 +10880,9 @@ _RULES_NOT_YET: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     (lambda rule: rule.run.publish == "agent", "publish: agent is refused"),
 )
 
-#: Settings that this version reads and does not act on, and how bad that is:
-#: one that should bound spending must not be trusted.
+#: Settings that this version reads and does not act on, and how bad that is.
 SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
-    "limits_file": "fail",
-    "soft_hold_pct": "fail",
-    "daily_token_cap": "fail",
     "sessions_dir": "warn",
-    "panel_bind": "warn",
-    "panel_port": "warn",
-    "panel_token": "warn",
     "on_failure": "warn",
 }
 
@@ -9683,14 +11039,41 @@ def status_text(status: Status) -> str:
     beat = iso(status.heartbeat) if status.heartbeat else "never"
     lines = [
         f"jobs: {open_jobs or 'none'}",
-        f"today: {status.used} of {status.daily_cap} slots used",
+        *map(meter_text, status.meters),
+        *map(hold_text, status.holds),
         f"deliveries waiting for an answer about who asked: {status.pending}",
         f"worker's last heartbeat: {beat}{'; PAUSED' if status.paused else ''}",
     ]
     lines += [f"  {word}: {n}" for word, n in sorted(status.counts.items())]
-    problems = status.problem.split("\n") if status.problem else []
-    lines += [f"triggers file: {problem}" for problem in problems]
+    for name, told in (
+        ("triggers", status.problem),
+        ("limits", status.limits_problem),
+    ):
+        lines += [f"{name} file: {line}" for line in (told or "").split("\n") if line]
     return "\n".join(plain_text(line) for line in lines)
+
+
+_THIS = {"day": "today", "week": "this week", "month": "this month"}
+
+
+def meter_text(meter: Meter) -> str:
+    """`today: 2 of 25 slots used (PI_DAILY_CAP)`, and whether new jobs are held."""
+    what = "slots" if meter.unit == "jobs" else "tokens"
+    of = f" of {meter.limit}" if meter.limit is not None else ""
+    state = ""
+    if meter.limit is not None and meter.used >= meter.limit:
+        state = f"; SPENT until {iso(meter.ends)}"
+    elif meter.hold is not None and meter.used >= meter.hold:
+        state = f"; HELD from {meter.hold} on until {iso(meter.ends)}"
+    named = meter.cap if meter.limit is not None else f"no {meter.cap}"
+    return f"{_THIS[meter.span]}: {meter.used}{of} {what} used ({named}){state}"
+
+
+def hold_text(hold: Hold) -> str:
+    why = (
+        f"paused until {iso(hold.until)}" if hold.until else "as many at work as may be"
+    )
+    return f"{hold.scope}: {why}; {hold.waiting} wait"
 
 
 # -- doctor -------------------------------------------------------------------
@@ -9730,6 +11113,7 @@ def doctor(settings: Settings, triggers: Path) -> list[Check]:
     checks: list[Check] = []
     rules = _check_triggers(triggers, checks)
     _check_replicas(settings, rules, checks)
+    _check_caps(settings, checks)
     _check_limits(settings, rules, checks)
     _check_git(checks)
     _check_engine(settings, rules, checks)
@@ -9772,6 +11156,58 @@ def _check_replicas(
     if settings.daily_cap < largest:
         found = f"PI_DAILY_CAP={settings.daily_cap} cannot hold a set of {largest}"
         checks.append(Check("caps", "fail", found, f"set it to at least {largest}"))
+
+
+def _check_caps(settings: Settings, checks: list[Check]) -> None:
+    """The limits file, and caps that could not do what they were set for."""
+    try:
+        limits = read_limits(settings)
+    except Faults as faults:
+        checks += fault_checks("limits", faults)
+        limits = NO_LIMITS
+    else:
+        rows, pauses = len(limits.scopes), len(limits.pauses)
+        found = f"{rows} scopes and {pauses} pause windows in {limits_path(settings)}"
+        checks.append(Check("limits", "ok", found))
+    try:
+        settings = with_overlay(settings)
+    except Refused as refusal:
+        fix = "correct it; until then every job is refused"
+        checks.append(Check("overlay", "fail", refusal.message, fix))
+    caps = Caps.of(settings, limits)
+    limited = ", ".join(f"{c.name}={c.limit}" for c in caps.rows if c.limit is not None)
+    checks.append(Check("caps", "ok", limited))
+    for wrong, state, found, fix in _CAP_FAULTS:
+        if wrong(settings, caps):
+            checks.append(Check("caps", state, found, fix))
+
+
+#: When a cap is set so that it cannot do its work, what is found, and the fix.
+_CAP_FAULTS: tuple[
+    tuple[Callable[[Settings, Caps], bool], Literal["warn", "fail"], str, str], ...
+] = (
+    (
+        lambda settings, caps: any(cap.hold == 0 for cap in caps.rows),
+        "fail",
+        "PI_SOFT_HOLD_PCT of a cap is less than one job: nothing can start",
+        "raise PI_SOFT_HOLD_PCT or the cap",
+    ),
+    (
+        lambda settings, caps: (
+            caps.tokens is not None and (settings.max_tokens or 0) > caps.tokens
+        ),
+        "fail",
+        "PI_MAX_TOKENS is more than PI_DAILY_TOKEN_CAP: nothing can start",
+        "lower PI_MAX_TOKENS or raise PI_DAILY_TOKEN_CAP",
+    ),
+    (
+        lambda settings, caps: caps.tokens is not None and settings.max_tokens is None,
+        "warn",
+        "PI_DAILY_TOKEN_CAP without PI_MAX_TOKENS: a job reserves no tokens, and "
+        "those that run at once may together pass the cap",
+        "set PI_MAX_TOKENS",
+    ),
+)
 
 
 def git_version() -> str:
@@ -9883,13 +11319,15 @@ def _check_forges(
             continue
         if own is None:
             found = "deliveries are taken, but there is no token to answer with"
-            checks.append(Check(kind, "fail", found, forge.token_fix))
+            fix = _FORGE_CLASSES[kind].token_fix
+            checks.append(Check(kind, "fail", found, fix))
             continue
-        hint = f"served; token works (id {own}); {forge.missed}"
-        checks.append(Check(kind, "ok", hint))
+        hint = _FORGE_CLASSES[kind].outage_hint
+        checks.append(Check(kind, "ok", f"served; token works (id {own}); {hint}"))
     if not served:
         found = "no forge is served"
-        fix = "set WEBHOOK_SECRET and GITHUB_PAT, or another forge's; see the README"
+        names = " or ".join(FORGES[kind].secret_variable for kind in _FORGE_CLASSES)
+        fix = f"set {names}, and what the README says of that forge"
         checks.append(Check("forges", "fail", found, fix))
 
 
@@ -10010,6 +11448,86 @@ def output_schema(command: str) -> dict[str, Any]:
     }
 
 
+# -- a service manager's unit -------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """A service manager's file: where it belongs, what it says, what starts it."""
+
+    path: Path
+    text: str
+    start: str
+
+
+def systemd_unit(program: Sequence[str], folder: Path) -> Unit:
+    """A user unit for systemd, started in `folder`, where .env and the rules are."""
+    text = render(
+        "pidispatch.service.j2",
+        command=" ".join(map(_unit_word, program)),
+        folder=str(folder).replace("%", "%%"),
+    )
+    path = Path.home() / ".config/systemd/user/pidispatch.service"
+    return Unit(path, text, "systemctl --user enable --now pidispatch")
+
+
+def _unit_word(word: str) -> str:
+    """One argument as systemd reads it: quoted, and free of its expansions."""
+    for special, plain in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+        word = word.replace(special, plain)
+    return f'"{word}"'
+
+
+#: launchd knows only success and failure: a wrong configuration ends as success.
+_LAUNCHD_SHELL = """\
+"$@" & pid=$!
+trap 'kill -TERM "$pid"' TERM
+wait "$pid"; code=$?
+trap - TERM
+[ "$code" -lt 128 ] || { wait "$pid"; code=$?; }
+[ "$code" -ne 2 ] || exit 0
+exit "$code"
+"""
+
+
+def launchd_agent(program: Sequence[str], folder: Path) -> Unit:
+    """A user agent for launchd."""
+    import plistlib
+
+    label = "dev.pi-dispatch.serve"
+    logs = str(Path.home() / "Library/Logs/pidispatch.log")
+    content = {
+        "Label": label,
+        "ProgramArguments": ["/bin/sh", "-c", _LAUNCHD_SHELL, "sh", *program],
+        "WorkingDirectory": str(folder),
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 5,
+        "ExitTimeOut": 75,
+        "StandardErrorPath": logs,
+    }
+    path = Path.home() / f"Library/LaunchAgents/{label}.plist"
+    start = f"launchctl bootstrap gui/$(id -u) {path}"
+    return Unit(path, plistlib.dumps(content).decode(), start)
+
+
+UNITS: Mapping[str, Callable[[Sequence[str], Path], Unit]] = {
+    "systemd": systemd_unit,
+    "launchd": launchd_agent,
+}
+
+
+def serve_command() -> list[str]:
+    """How this very program is started again, by absolute paths."""
+    import shutil
+
+    own = shutil.which(sys.argv[0])
+    if getattr(sys, "frozen", False):
+        return [sys.executable, "serve"]
+    if own and not own.endswith(".py"):
+        return [str(Path(own).absolute()), "serve"]
+    return [sys.executable, str(Path(__file__).absolute()), "serve"]
+
+
 # -- the image ----------------------------------------------------------------
 
 
@@ -10062,6 +11580,435 @@ def build_image(
                 yield line["stream"].rstrip()
 
 
+# -- the panel ----------------------------------------------------------------
+
+#: Rows of a list, and lines of a log, that one page shows.
+PANEL_ROWS = 50
+PANEL_LINES = 200
+#: Bytes of a kept log that are read for its last lines.
+PANEL_LOG_BYTES = 64 * 1024
+_MEDIA = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_JOB_ID = "[A-Za-z0-9._-]{1,128}"
+#: Nothing but its own stylesheet, script and forms (CSP level 3).
+_PANEL_HEADERS = (
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; "
+        "frame-ancestors 'none'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "DENY"),
+    # not "no-referrer": it would make the Origin of our own forms "null"
+    ("Referrer-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+)
+
+
+@functools.cache
+def _pages() -> Any:
+    """The environment of the panel's pages; every value is escaped on its way."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def shown(value: object) -> object:
+        return value if isinstance(value, Markup) else plain_text(value)
+
+    environment = Environment(
+        loader=FileSystemLoader(str(resource("templates", "panel"))),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+        finalize=shown,
+    )
+    environment.filters |= {"iso": iso, "link": _web_link, "diff": _diff_lines}
+    environment.globals |= {
+        "badge": replica_badge,
+        "when": rule_when,
+        "meter_text": meter_text,
+        "hold_text": hold_text,
+    }
+    return environment
+
+
+def _web_link(url: str) -> str | None:
+    """An address that may be followed: a forge's answer could name a script."""
+    return url if re.match(r"https?://", url) else None
+
+
+#: What a line of a diff is, by how it begins.
+_DIFF_KINDS = (
+    ("diff ", "file"),
+    ("+++", "file"),
+    ("---", "file"),
+    ("@@", "hunk"),
+    ("+", "add"),
+    ("-", "del"),
+)
+
+
+def _diff_lines(diff: Diff) -> Iterator[tuple[str, str]]:
+    """Each line with its kind."""
+    for line in diff.text.splitlines():
+        kind = next((kind for start, kind in _DIFF_KINDS if line.startswith(start)), "")
+        yield kind, line.expandtabs(4)
+
+
+class Panel(HttpServer):
+    """The pages for the operator: what runs, what it cost, how to stop it.
+
+    Nothing on it edits triggers. Raises `ConfigError` when it would be open to
+    more than this machine without a token.
+    """
+
+    name = "panel"
+
+    def __init__(
+        self, settings: Settings, store: Store, triggers: TriggersFile, engine: Engine
+    ) -> None:
+        from ipaddress import ip_address
+
+        self.settings, self.store = settings, store
+        self.triggers, self.engine = triggers, engine
+        self.csrf = random_hex(16)
+        host = settings.panel_bind
+        with contextlib.suppress(ValueError):
+            host = host if not ip_address(host).is_loopback else "localhost"
+        if host != "localhost" and not settings.panel_token:
+            raise ConfigError(
+                f"the panel would be open on {settings.panel_bind} to anyone",
+                "set PANEL_TOKEN, or leave PI_PANEL_BIND at 127.0.0.1",
+            )
+        self._guessing = threading.Lock()
+        self._compared: dict[str, tuple[object, Comparison]] = {}
+        bounds = EdgeLimits(threads=32)
+        super().__init__(settings.panel_bind, settings.panel_port, bounds)
+
+    # --- who may
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        page = any(re.fullmatch(pattern, path) for pattern, _ in PAGES)
+        action = any(re.fullmatch(pattern, path) for pattern, _ in ACTIONS)
+        return ("GET",) * (page or not action) + ("POST",) * action
+
+    def answer(self, asked: Asked) -> Reply:
+        """A page, what an action leads to, or why not. Every answer is guarded."""
+        try:
+            made = self._checked(asked)
+        except ConfigError as error:
+            made = self.page("problem", 404, error=error)
+        except InfraError as error:
+            made = self.page("problem", 503, error=error)
+        return made._replace(headers=(*made.headers, *_PANEL_HEADERS))
+
+    def _checked(self, asked: Asked) -> Reply:
+        if not self._host_is_ours(asked.headers):
+            # else a name of another's choice could lead a browser to our address
+            return Reply.of(_refusal(403))
+        if asked.method == "POST" and not self._is_ours(asked):
+            return Reply.of(_refusal(403))
+        open_to_all = asked.path == "/login" or asked.path.startswith("/static/")
+        if not open_to_all and not self._known(asked.headers):
+            return _see("/login")
+        return self._routed(asked, PAGES if asked.method == "GET" else ACTIONS)
+
+    def _host_is_ours(self, headers: Mapping[str, str]) -> bool:
+        """A panel with a token may have any name: its cookie goes to that alone."""
+        host = headers.get("host", "")
+        name = re.sub(r":[0-9]+$", "", host).lower()
+        return name in _LOOPBACK_NAMES or bool(host and self.settings.panel_token)
+
+    def _is_ours(self, asked: Asked) -> bool:
+        """Whether an action comes from a page of ours, and by a person there."""
+        import hmac
+
+        host = asked.headers.get("host", "")
+        origin = asked.headers.get("origin", "")
+        token = _form(asked.body).get("csrf", "").encode()
+        same = origin in (f"http://{host}", f"https://{host}")
+        return same and hmac.compare_digest(token, self.csrf.encode())
+
+    def _known(self, headers: Mapping[str, str]) -> bool:
+        import hmac
+
+        if not self.settings.panel_token:
+            return True
+        cookies = re.split("; *", headers.get("cookie", ""))
+        given = dict(cookie.partition("=")[::2] for cookie in cookies)
+        return hmac.compare_digest(
+            given.get("pidispatch", "").encode(), self._ticket().encode()
+        )
+
+    def _ticket(self) -> str:
+        """What the cookie holds: proof of the token, and not the token."""
+        import hmac
+
+        key = (self.settings.panel_token or "").encode()
+        return hmac.digest(key, b"the panel of pidispatch", "sha256").hex()
+
+    def _routed(
+        self, asked: Asked, table: Sequence[tuple[str, Callable[..., Reply]]]
+    ) -> Reply:
+        for pattern, function in table:
+            if found := re.fullmatch(pattern, asked.path):
+                return function(self, asked, *found.groups())
+        raise ConfigError("there is no such page", "start from the home page")
+
+    # --- pages
+
+    def page(self, name: str, code: int = 200, **values: Any) -> Reply:
+        """One template of templates/panel with what every page shows."""
+        text = (
+            _pages()
+            .get_template(f"{name}.html.j2")
+            .render(
+                csrf=self.csrf,
+                version=__version__,
+                paused=self.store.flag("paused") is not None,
+                locked=bool(self.settings.panel_token),
+                open_egress=not self.settings.isolated,
+                **values,
+            )
+        )
+        return Reply(code, text.encode(), "text/html; charset=utf-8")
+
+    def home(self, _: Asked) -> Reply:
+        caps = Caps.of(self.settings, self.store.limits())
+        status = self.store.status(caps, self.store.clock())
+        recent = self.store.runs(200)
+        return self.page(
+            "home",
+            status=status,
+            rules=self.triggers.rules,
+            open_runs=[run for run in recent if run.state in OPEN_STATES],
+            failed=[run for run in recent if run.state in ("failed", "policy")][:10],
+            runs=recent[:20],
+            now=self.store.clock(),
+        )
+
+    def rules(self, _: Asked) -> Reply:
+        return self.page(
+            "triggers", rules=self.triggers.rules, problem=self.triggers.problem
+        )
+
+    def rule(self, _: Asked, index: str) -> Reply:
+        rules = self.triggers.rules
+        if int(index) >= len(rules):
+            raise ConfigError(f"no trigger {index}", "see the list of triggers")
+        rule = rules[int(index)]
+        facts = [line.partition(": ")[::2] for line in rule_detail(rule).split("\n")]
+        return self.page("trigger", rule=rule, facts=facts[1:])
+
+    def run_list(self, asked: Asked) -> Reply:
+        before = _form(asked.query.encode()).get("before")
+        runs = self.store.runs(PANEL_ROWS + 1, before)
+        older = runs[PANEL_ROWS - 1].id if len(runs) > PANEL_ROWS else None
+        return self.page("runs", runs=runs[:PANEL_ROWS], older=older, before=before)
+
+    def run(self, _: Asked, job: str) -> Reply:
+        run, record, siblings = self.store.run(job)
+        fields = msgspec.to_builtins(record) if record else {}
+        facts = [(name, json_or_text(value)) for name, value in fields.items()]
+        return self.page(
+            "run",
+            run=run,
+            facts=[(name, "-" if value == "null" else value) for name, value in facts],
+            siblings=siblings,
+            log=self._log(run),
+            is_open=run.state in OPEN_STATES,
+        )
+
+    def _log(self, run: RunRow) -> list[str]:
+        if run.state in ("starting", "running"):
+            return self.engine.tail(run.id, PANEL_LINES)
+        kept = self.settings.state_dir / "logs" / f"{container_name(run.id)}.log"
+        if not kept.is_file():
+            return []
+        with kept.open("rb") as log_file:
+            log_file.seek(max(0, kept.stat().st_size - PANEL_LOG_BYTES))
+            lines = log_file.read().decode("utf-8", "replace").splitlines()
+        return lines[-PANEL_LINES:]
+
+    def comparison(self, _: Asked, job: str) -> Reply:
+        """Compared anew only when a run of the set has come to another end."""
+        run, _record, siblings = self.store.run(job)
+        rows = [run, *siblings]
+        key = tuple(sorted((row.id, row.state, row.at, row.request) for row in rows))
+        seen = self._compared.get(run.set)
+        if seen is None or seen[0] != key:
+            seen = (key, compare_runs(self.settings, self.store, job))
+            self._compared = {run.set: seen}
+        found = seen[1]
+        return self.page(
+            "compare", found=found, rows=comparison_rows(found), job=run.id
+        )
+
+    def asset(self, _: Asked, name: str) -> Reply:
+        body = resource("templates", "panel", name).read_bytes()
+        return Reply(200, body, f"{_MEDIA[name.rpartition('.')[2]]}; charset=utf-8")
+
+    # --- actions
+
+    def pause(self, _: Asked) -> Reply:
+        self.store.pause()
+        return _see("/")
+
+    def resume(self, _: Asked) -> Reply:
+        self.store.resume()
+        self.store.work.set()
+        return _see("/")
+
+    def cancel(self, _: Asked, job: str) -> Reply:
+        self.store.cancel(job)
+        self.store.work.set()
+        return _see(f"/runs/{job}")
+
+    def log_in_page(self, _: Asked) -> Reply:
+        return self.page("login", wrong=False)
+
+    def log_in(self, asked: Asked) -> Reply:
+        import hmac
+
+        given = _form(asked.body).get("token", "").encode()
+        token = (self.settings.panel_token or "").encode()
+        if not token or not hmac.compare_digest(given, token):
+            with self._guessing:  # one wrong guess at a time, and slowly
+                time.sleep(0.2)
+            return self.page("login", 403, wrong=True)
+        cookie = f"pidispatch={self._ticket()}; HttpOnly; SameSite=Strict; Path=/"
+        return _see("/", ("Set-Cookie", cookie))
+
+    def log_out(self, _: Asked) -> Reply:
+        gone = "pidispatch=; Max-Age=0; HttpOnly; SameSite=Strict; Path=/"
+        return _see("/login", ("Set-Cookie", gone))
+
+
+def _see(path: str, *headers: tuple[str, str]) -> Reply:
+    return Reply(303, b"", headers=(("Location", path), *headers))
+
+
+def _form(form: bytes) -> dict[str, str]:
+    from urllib.parse import parse_qsl
+
+    return dict(parse_qsl(form.decode("utf-8", "replace"), max_num_fields=16))
+
+
+PAGES: tuple[tuple[str, Callable[..., Reply]], ...] = (
+    ("/", Panel.home),
+    ("/triggers", Panel.rules),
+    ("/triggers/([0-9]{1,6})", Panel.rule),
+    ("/runs", Panel.run_list),
+    (f"/runs/({_JOB_ID})", Panel.run),
+    (f"/compare/({_JOB_ID})", Panel.comparison),
+    ("/login", Panel.log_in_page),
+    (r"/static/(panel\.(?:css|js|svg))", Panel.asset),
+)
+
+ACTIONS: tuple[tuple[str, Callable[..., Reply]], ...] = (
+    ("/pause", Panel.pause),
+    ("/resume", Panel.resume),
+    (f"/runs/({_JOB_ID})/cancel", Panel.cancel),
+    ("/login", Panel.log_in),
+    ("/logout", Panel.log_out),
+)
+
+
+# -- the service --------------------------------------------------------------
+
+
+class Service:
+    """A running pidispatch: the receiver, the workers, or both on one file."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        triggers: Path,
+        *,
+        engine: Engine | None = None,
+        clock: Clock = time.time,
+    ) -> None:
+        self.settings = settings
+        self.forges = forges_of(settings, clock=clock)
+        self.triggers = TriggersFile(triggers, frozenset(self.forges))
+        self.limits = LimitsFile(settings)
+        self.store = Store(settings.db, clock)
+        self.engine = engine or DockerEngine(settings, self.store.instance())
+        dispatcher = Dispatcher(
+            settings,
+            self.store,
+            self.engine,
+            self.forges,
+            clock=clock,
+            limits=lambda: self.limits.value,
+        )
+        self.workers = Workers(dispatcher, self.store, settings.concurrency)
+        self.intake = Intake(
+            forges=self.forges,
+            triggers=self.triggers,
+            store=self.store,
+            hourly=settings.target_hourly,
+            clock=clock,
+        )
+        self.inbox = Inbox(self.intake)
+        self.edge = _receiver(self.intake, settings)
+        self.panel = _panel(settings, self.store, self.triggers, self.engine)
+        self._works = False
+
+    def start(self, *, worker: bool = True) -> None:
+        if worker:
+            self.workers.start()
+            self._works = True
+            self.limits.watch(
+                lambda problem: self.store.set_limits(self.limits.value, problem)
+            )
+        else:
+            self.store.never_checkpoint()
+        self.triggers.watch(
+            lambda problem: self.store.set_flag("triggers-problem", problem)
+        )
+        self.inbox.start()
+        self.edge.start()
+        self.panel.start()
+        log_event("serving", port=self.edge.port, panel=self.panel.port)
+
+    def stop(self, *, end_jobs: bool = False) -> None:
+        self.edge.stop()
+        self.panel.stop(patience=1.0)
+        self.inbox.stop()
+        self.triggers.stop()
+        self.limits.stop()
+        if self._works:
+            self.workers.stop(end_jobs=end_jobs)
+        self.store.close()
+
+
+def _receiver(intake: Intake, settings: Settings) -> Edge:
+    """The receiver. Raises `ConfigError` when its address cannot be had."""
+    try:
+        return Edge(intake, settings.bind, settings.port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {settings.bind}:{settings.port}: {error.strerror}",
+            "set PI_BIND and PI_PORT to an address of this machine that is free",
+        ) from error
+
+
+def _panel(
+    settings: Settings, store: Store, triggers: TriggersFile, engine: Engine
+) -> Panel:
+    """The panel. Raises `ConfigError` when its address cannot be had."""
+    try:
+        return Panel(settings, store, triggers, engine)
+    except OSError as error:
+        raise ConfigError(
+            f"the panel cannot listen on {settings.panel_bind}:{settings.panel_port}: "
+            f"{error.strerror}",
+            "set PI_PANEL_BIND and PI_PANEL_PORT to an address that is free",
+        ) from error
+
+
 # =============================================================================
 # cli
 #
@@ -10108,6 +12055,18 @@ def emit(value: Any, text: Callable[[], str], as_json: bool) -> None:
 
 
 _path_type = click.Path(path_type=Path)
+
+
+def _complete_jobs(_: click.Context, __: Any, begun: str) -> list[str]:
+    """Ids of the newest jobs for a shell that asks; nothing is better than noise."""
+    try:
+        rows = Reader(settings_of().db).runs(50)
+    except PidispatchError:
+        return []
+    return [row.id for row in rows if row.id.startswith(begun)]
+
+
+job_argument = click.argument("job", shell_complete=_complete_jobs)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 db_option = click.option("--db", type=_path_type, help="The queue's file (PI_DB).")
 file_argument = click.argument("file", type=_path_type, required=False)
@@ -10143,6 +12102,7 @@ def serve(
         log_event("not-in-this-version", logging.WARNING, what=limit.found)
     service.start(worker=not no_worker)
     click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
+    click.echo(f"panel on http://{settings.panel_bind}:{service.panel.port}/", err=True)
     wait_for_signal()
     service.stop(end_jobs=stop_jobs)
 
@@ -10166,6 +12126,14 @@ WEBHOOK_SECRET={secret}
 #ANTHROPIC_API_KEY=
 """
 
+_LIMITS_TEMPLATE = """\
+{
+  "$schema": "./limits.schema.json",
+  "scopes": [],
+  "pauseWindows": []
+}
+"""
+
 _TRIGGERS_TEMPLATE = """\
 {
   "$schema": "./triggers.schema.json",
@@ -10187,12 +12155,16 @@ _TRIGGERS_TEMPLATE = """\
 @click.argument("folder", type=_path_type, default=".")
 def init(folder: Path) -> None:
     """Write .env, triggers.json and limits.json. Nothing is ever overwritten."""
-    schema = json.dumps(triggers_schema(), indent=2) + "\n"
+    rules, limits = (
+        json.dumps(schema, indent=2) + "\n"
+        for schema in (triggers_schema(), limits_schema())
+    )
     files = (
         (".env", _ENV_TEMPLATE.format(secret=random_hex(32)), 0o600),
         ("triggers.json", _TRIGGERS_TEMPLATE, 0o644),
-        ("triggers.schema.json", schema, 0o644),
-        ("limits.json", '{"scopes": [], "pauseWindows": []}\n', 0o644),
+        ("triggers.schema.json", rules, 0o644),
+        ("limits.json", _LIMITS_TEMPLATE, 0o644),
+        ("limits.schema.json", limits, 0o644),
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -10294,6 +12266,27 @@ def triggers_try(
     emit(trial, lambda: trial_text(trial), as_json)
 
 
+@main.group()
+def limits() -> None:
+    """Look at scope caps and pause windows."""
+
+
+@limits.command("check")
+@file_argument
+def limits_check(file: Path | None) -> None:
+    """Validate the file without starting anything; exit 0 or 2."""
+    settings = load_settings()
+    path, found = limits_path(settings, file), read_limits(settings, file)
+    n, m = len(found.scopes), len(found.pauses)
+    click.echo(f"{plain_text(path)}: {n} scopes, {m} pause windows, no fault")
+
+
+@limits.command("schema")
+def limits_schema_command() -> None:
+    """The JSON Schema of limits.json, for an editor."""
+    click.echo(json.dumps(limits_schema(), indent=2))
+
+
 @main.command()
 @db_option
 @click.option(
@@ -10314,7 +12307,7 @@ def runs(db: Path | None, limit: int, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @db_option
 @json_option
 def show(job: str, db: Path | None, as_json: bool) -> None:
@@ -10324,7 +12317,7 @@ def show(job: str, db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @click.option(
     "--diff",
     "diffs",
@@ -10343,7 +12336,7 @@ def compare(job: str, diffs: str, db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @db_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 def logs(job: str, db: Path | None, follow: bool) -> None:
@@ -10368,9 +12361,12 @@ def logs(job: str, db: Path | None, follow: bool) -> None:
 @db_option
 @json_option
 def status(db: Path | None, as_json: bool) -> None:
-    """The queue, today's slots, deliveries by their end."""
+    """The queue, the caps, holds, deliveries by end."""
     settings = settings_of(db)
-    state = Reader(settings.db).status(Caps.of(settings), time.time())
+    with contextlib.suppress(Refused):  # doctor and every refused job say why
+        settings = with_overlay(settings)
+    reader = Reader(settings.db)
+    state = reader.status(Caps.of(settings, reader.limits()), time.time())
     emit(state, lambda: status_text(state), as_json)
 
 
@@ -10399,7 +12395,7 @@ _CANCELLED = {
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @db_option
 def cancel(job: str, db: Path | None) -> None:
     """End one job; its siblings go on."""
@@ -10408,13 +12404,47 @@ def cancel(job: str, db: Path | None) -> None:
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @click.option("--to", "branch", help="Push to this new branch instead.")
 @db_option
 def publish(job: str, branch: str | None, db: Path | None) -> None:
     """Publish a kept result again."""
     settings = settings_of(db)
     click.echo(plain_text(publish_by_hand(settings, Outside(settings.db), job, branch)))
+
+
+@main.command()
+@click.argument("file", type=_path_type)
+@db_option
+def backup(file: Path, db: Path | None) -> None:
+    """Copy the queue to a new file, also while it is in use."""
+    Reader(settings_of(db).db).backup(file)
+    click.echo(f"copied to {plain_text(file)}")
+
+
+@main.command()
+@click.option(
+    "--for",
+    "manager",
+    type=click.Choice(tuple(UNITS)),
+    default="launchd" if sys.platform == "darwin" else "systemd",
+    show_default=True,
+    help="Which service manager.",
+)
+@click.option("--install", is_flag=True, help="Write it to its place; never over one.")
+def service(manager: str, install: bool) -> None:
+    """Print a unit that runs `serve` in this folder. Exit code 2 does not restart."""
+    unit = UNITS[manager](serve_command(), Path.cwd())
+    if not install:
+        click.echo(unit.text, nl=False)
+        return
+    try:
+        unit.path.parent.mkdir(parents=True, exist_ok=True)
+        done = _create(unit.path, unit.text, 0o600)
+    except OSError as error:
+        why = f"{unit.path}: {error.strerror}"
+        raise ConfigError(why, "print it without --install") from error
+    click.echo(f"{done} {plain_text(unit.path)}\nnext: {unit.start}")
 
 
 @main.command("doctor")

@@ -753,7 +753,7 @@ class Accounts:
 
 @dataclass
 class Comment:
-    """A conversation comment on an issue or pull request."""
+    """A conversation comment on an issue or, with ``request``, a pull request."""
 
     id: int
     number: int
@@ -761,6 +761,7 @@ class Comment:
     body: str
     created_at: float
     updated_at: float
+    request: bool = False
 
 
 @dataclass
@@ -777,11 +778,13 @@ class Issue:
     labels: list[str] = field(default_factory=list)
     state: str = "open"
     closed_at: float | None = None
+    confidential: bool = False
 
 
 @dataclass
 class Pull(Issue):
-    """A pull request. ``head_owner`` differs from the repository's for a fork."""
+    """A pull request. ``head_owner`` differs from the repository's for a fork, and
+    is empty when that was deleted."""
 
     head: str = ""
     head_owner: str = ""
@@ -792,14 +795,25 @@ class Pull(Issue):
 
 
 class Repo:
-    """A repository of the fake: records beside a real bare git repository."""
+    """A repository of the fake: records beside a real bare git repository.
+
+    ``request_ref`` is where a request's head is; with ``apart`` requests are
+    numbered apart from issues."""
 
     def __init__(
-        self, accounts: Accounts, full_name: str, default_branch: str, private: bool
+        self,
+        accounts: Accounts,
+        full_name: str,
+        default_branch: str,
+        private: bool,
+        request_ref: str = "refs/pull/{n}/head",
+        apart: bool = False,
     ) -> None:
         self.accounts = accounts
         self.full_name = full_name
-        self.owner, self.name = full_name.split("/")
+        self.request_ref = request_ref
+        self.apart = apart
+        self.owner, _, self.name = full_name.rpartition("/")
         self.id = accounts.new_id()
         self.default_branch = default_branch
         self.private = private
@@ -809,7 +823,6 @@ class Repo:
         self.comments: list[Comment] = []
         self.collaborators: dict[str, str] = {self.owner: "admin"}
         self.protected: dict[str, str] = {}
-        self.pull_ref = "refs/pull/{}/head"
         path = accounts.root / self.owner / f"{self.name}.git"
         self.git = GitRepository(path, default_branch)
         self._write_protection()
@@ -830,13 +843,18 @@ class Repo:
         """The commit at the tip of a branch, or None."""
         return self.git.sha(f"refs/heads/{name}")
 
-    def item(self, number: int) -> Issue | None:
-        """The issue or pull request of that number."""
+    def item(self, number: int, request: bool | None = None) -> Issue | None:
+        """The issue or pull request of that number; ``request`` says which."""
+        if request is not None:
+            return self.pulls.get(number) if request else self.issues.get(number)
         return self.issues.get(number) or self.pulls.get(number)
 
-    def next_number(self) -> int:
-        """Issues and pull requests are numbered in one sequence."""
-        return max([0, *self.issues, *self.pulls]) + 1
+    def next_number(self, request: bool = False) -> int:
+        """The next of the one sequence, or of the issues' or the requests' own."""
+        numbers = [*self.issues, *self.pulls]
+        if self.apart:
+            numbers = list(self.pulls if request else self.issues)
+        return max([0, *numbers]) + 1
 
     def is_protected(self, branch: str) -> bool:
         """Whether a rule refuses pushes to that branch."""
@@ -888,6 +906,7 @@ class Repo:
         user: str | None = None,
         labels: Sequence[str] = (),
         state: str = "open",
+        confidential: bool = False,
     ) -> Issue:
         """File an issue under a given or the next number."""
         now = self.accounts.clock()
@@ -901,6 +920,7 @@ class Repo:
             updated_at=now,
             labels=list(labels),
             state=state,
+            confidential=confidential,
         )
         self.issues[issue.number] = issue
         return issue
@@ -917,17 +937,21 @@ class Repo:
         held = self.collaborators.get(login, "none")
         return "NONE" if held == "none" else "COLLABORATOR"
 
-    def add_comment(self, number: int, body: str, user: str) -> Comment:
+    def add_comment(
+        self, number: int, body: str, user: str, request: bool | None = None
+    ) -> Comment:
         """Comment on an issue or pull request."""
         now = self.accounts.clock()
         login = self.accounts.user(user).login
-        comment = Comment(self.accounts.new_id(), number, login, body, now, now)
-        self.comments.append(comment)
-        return comment
+        request = number not in self.issues if request is None else request
+        made = (self.accounts.new_id(), number, login, body, now, now, request)
+        self.comments.append(Comment(*made))
+        return self.comments[-1]
 
-    def comments_on(self, number: int) -> list[Comment]:
+    def comments_on(self, number: int, request: bool | None = None) -> list[Comment]:
         """The conversation of one issue or pull request, oldest first."""
-        return [c for c in self.comments if c.number == number]
+        request = number not in self.issues if request is None else request
+        return [c for c in self.comments if (c.number, c.request) == (number, request)]
 
     def open_pull(
         self,
@@ -948,7 +972,7 @@ class Repo:
         now = self.accounts.clock()
         pull = Pull(
             id=self.accounts.new_id(),
-            number=self.next_number(),
+            number=self.next_number(request=True),
             title=title,
             body=body,
             user=self.accounts.user(user or fork_owner or self.owner).login,
@@ -970,7 +994,7 @@ class Repo:
     ) -> None:
         if pull.head_owner != self.owner:
             parent = self.branch(pull.base)
-            ref = self.pull_ref.format(pull.number)
+            ref = self.request_ref.format(n=pull.number)
             when = int(pull.created_at)
             message = f"Work of {pull.head_owner}"
             pull.head_sha = self.git.commit(ref, files or {}, message, parent, when)
@@ -990,7 +1014,7 @@ class Repo:
                 self.close(pull)
             elif tip != pull.head_sha:
                 pull.head_sha = tip
-                self.git.git("update-ref", self.pull_ref.format(pull.number), tip)
+                self.git.git("update-ref", self.request_ref.format(n=pull.number), tip)
 
     def close(self, item: Issue) -> None:
         """Close an issue or pull request."""
@@ -1968,8 +1992,8 @@ class FakeForge(FakeServer):
     data_type: ClassVar[type[ForgeData]] = ForgeData
     #: What a rule about issues must say besides, to serve the repository `spoon`.
     run_fields: ClassVar[Mapping[str, str]] = {}
-    #: Where the forge keeps a request's head.
-    pull_ref: ClassVar[str] = "refs/pull/{}/head"
+    request_ref: ClassVar[str] = "refs/pull/{n}/head"
+    apart: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -2012,8 +2036,8 @@ class FakeForge(FakeServer):
 
         ``issues`` maps a number to the keyword arguments of `Repo.add_issue`,
         ``collaborators`` a login to its permission."""
-        repo = Repo(self.data.accounts, full_name, default_branch, private)
-        repo.pull_ref = self.pull_ref
+        like = (self.request_ref, self.apart)
+        repo = Repo(self.data.accounts, full_name, default_branch, private, *like)
         self.data.repos[full_name] = repo
         repo.commit(default_branch, files or {"README.md": "# Sample\n"}, "Begin")
         for number, fields in (issues or {}).items():
@@ -2210,6 +2234,414 @@ class FakeGitHub(FakeForge):
         if token and token.kind == "pat":
             reply.headers["X-OAuth-Scopes"] = "repo, workflow"
         return reply
+
+
+GITLAB = Routes()
+_ACCESS_LEVELS = {"admin": 50, "maintain": 40, "write": 30, "triage": 15, "read": 10}
+_DRAFT = re.compile(r"(?i)\s*(\[draft\]|\(draft\)|draft:)")
+_QUICK_ACTION = re.compile(r"(?m)^/(?P<name>close|merge|label)\b *(?P<rest>.*)$\n?")
+
+
+def gitlab_time(seconds: float) -> str:
+    """A time as GitLab's webhooks mostly write it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def gitlab_user_json(base: str, user: User) -> Json:
+    """An account."""
+    shape = {"id": user.id, "username": user.login, "name": user.login}
+    site = base.removesuffix("/api/v4")
+    return shape | {"state": "active", "web_url": f"{site}/{user.login}"}
+
+
+def gitlab_project_json(base: str, repo: Repo) -> Json:
+    """A project."""
+    site = base.removesuffix("/api/v4")
+    return {
+        "id": repo.id,
+        "name": repo.name,
+        "path": repo.name,
+        "path_with_namespace": repo.full_name,
+        "default_branch": repo.default_branch,
+        "visibility": "private" if repo.private else "public",
+        "http_url_to_repo": f"{site}/{repo.full_name}.git",
+        "web_url": f"{site}/{repo.full_name}",
+        "created_at": iso_time(repo.created_at),
+    }
+
+
+def gitlab_item_json(base: str, repo: Repo, item: Issue) -> Json:
+    """An issue or a merge request, as the API gives it."""
+    site = f"{base.removesuffix('/api/v4')}/{repo.full_name}"
+    request = isinstance(item, Pull)
+    kind = "merge_requests" if request else "issues"
+    state = {"open": "opened"}.get(item.state, item.state)
+    shape = {
+        "id": item.id,
+        "iid": item.number,
+        "project_id": repo.id,
+        "title": item.title,
+        "description": item.body,
+        "state": state,
+        "labels": list(item.labels),
+        "author": gitlab_user_json(base, repo.accounts.user(item.user)),
+        "created_at": iso_time(item.created_at),
+        "updated_at": iso_time(item.updated_at),
+        "closed_at": _iso_or_none(item.closed_at),
+        "user_notes_count": len(repo.comments_on(item.number, request)),
+        "web_url": f"{site}/-/{kind}/{item.number}",
+    }
+    if not isinstance(item, Pull):
+        return shape | {"confidential": item.confidential, "issue_type": "issue"}
+    if item.merged:
+        shape["state"] = "merged"
+    return shape | _merge_request_part(repo, item)
+
+
+def _source_id(repo: Repo, pull: Pull) -> int | None:
+    """The project of the head: this one, a fork, or none when that is deleted."""
+    if pull.head_owner in (repo.owner, ""):
+        return repo.id if pull.head_owner else None
+    return repo.id + 500_000
+
+
+def _merge_request_part(repo: Repo, pull: Pull) -> Json:
+    draft = bool(_DRAFT.match(pull.title))
+    return {
+        "source_branch": pull.head,
+        "target_branch": pull.base,
+        "source_project_id": _source_id(repo, pull),
+        "target_project_id": repo.id,
+        "draft": draft,
+        "work_in_progress": draft,
+        "sha": pull.head_sha,
+        "merge_status": "checking",
+    }
+
+
+def gitlab_note_json(base: str, repo: Repo, comment: Comment) -> Json:
+    """A note of the conversation."""
+    return {
+        "id": comment.id,
+        "body": comment.body,
+        "author": gitlab_user_json(base, repo.accounts.user(comment.user)),
+        "created_at": iso_time(comment.created_at),
+        "updated_at": iso_time(comment.updated_at),
+        "system": False,
+        "noteable_iid": comment.number,
+        "noteable_type": "MergeRequest" if comment.request else "Issue",
+        "internal": False,
+    }
+
+
+def _gitlab_label(name: str) -> Json:
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    return {"id": number, "title": name, "type": "ProjectLabel"}
+
+
+def _gitlab_payload(repo: Repo, kind: str, sender: str) -> Json:
+    base = f"{repo.accounts.base}/api/v4"
+    user = gitlab_user_json(base, repo.accounts.user(sender))
+    user |= {"email": "[REDACTED]"}
+    project = gitlab_project_json(base, repo)
+    return {
+        "object_kind": kind,
+        "event_type": kind,
+        "user": user,
+        "project": project,
+        "repository": {"name": repo.name, "homepage": project["web_url"]},
+    }
+
+
+def _gitlab_attributes(repo: Repo, item: Issue) -> Json:
+    """An issue or merge request, as a webhook gives it."""
+    shape = gitlab_item_json(f"{repo.accounts.base}/api/v4", repo, item)
+    shape |= {"author_id": shape.pop("author")["id"], "url": shape.pop("web_url")}
+    shape["labels"] = [_gitlab_label(name) for name in item.labels]
+    for name in ("created_at", "updated_at"):
+        shape[name] = gitlab_time(getattr(item, name))
+    if isinstance(item, Pull):
+        path = f"{item.head_owner}/{repo.name}"
+        shape["source"] = {"path_with_namespace": path} if item.head_owner else None
+        shape["target"] = {"path_with_namespace": repo.full_name}
+        shape["last_commit"] = {"id": item.head_sha}
+    return shape
+
+
+def gitlab_payload(
+    repo: Repo,
+    number: int,
+    action: str,
+    sender: str,
+    label: str | None = None,
+    request: bool = False,
+    **changes: Any,
+) -> Json:
+    """An ``issue`` delivery or, with ``request``, a ``merge_request`` one.
+
+    With ``label`` that label is put on; ``close`` and ``reopen`` change the state.
+    ``changes`` are the changed fields of an ``update``."""
+    item = repo.item(number, request)
+    if item is None:
+        raise ValueError(f"{repo.full_name} has no such item: {number}")
+    item.updated_at = repo.accounts.clock()
+    before = [_gitlab_label(name) for name in item.labels]
+    if label is not None and label not in item.labels:
+        item.labels.append(label)
+        now = [_gitlab_label(name) for name in item.labels]
+        changes = {"labels": {"previous": before, "current": now}, **changes}
+    if action in ("close", "reopen"):
+        item.state = "closed" if action == "close" else "open"
+    payload = _gitlab_payload(repo, "merge_request" if request else "issue", sender)
+    payload["object_attributes"] = _gitlab_attributes(repo, item) | {"action": action}
+    payload["labels"] = [_gitlab_label(name) for name in item.labels]
+    payload["changes"] = changes
+    return payload
+
+
+def gitlab_note_payload(
+    repo: Repo,
+    number: int,
+    body: str,
+    sender: str,
+    request: bool = False,
+    internal: bool = False,
+) -> Json:
+    """A ``note`` delivery; the note is there from then on."""
+    item = repo.item(number, request)
+    if item is None:
+        raise ValueError(f"{repo.full_name} has no such item: {number}")
+    comment = repo.add_comment(number, body, sender, request)
+    payload = _gitlab_payload(repo, "note", sender)
+    kind = "merge_request" if request else "issue"
+    payload[kind] = _gitlab_attributes(repo, item)
+    payload["object_attributes"] = {
+        "id": comment.id,
+        "note": body,
+        "noteable_type": "MergeRequest" if request else "Issue",
+        "noteable_id": item.id,
+        "author_id": payload["user"]["id"],
+        "created_at": gitlab_time(comment.created_at),
+        "updated_at": gitlab_time(comment.updated_at),
+        "system": False,
+        "internal": internal,
+        "action": "create",
+    }
+    if internal:
+        payload["event_type"] = "confidential_note"
+    return payload
+
+
+def gitlab_delivery(
+    payload: Json, secret: str, guid: str, when: float | None = None
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a delivery: signed at ``when`` (unix seconds) by a signing
+    token, else with the secret token in plain (19.0 and 17.4)."""
+    body = json.dumps(payload, separators=(",", ":"), ensure_ascii=False).encode()
+    kind = str(payload.get("event_type", payload["object_kind"]))
+    hidden = "Confidential " if kind.startswith("confidential") else ""
+    name = kind.removeprefix("confidential_").replace("work_item", "issue")
+    headers = {
+        "Content-Type": "application/json",
+        "User-Agent": "GitLab/19.1.0",
+        "X-Gitlab-Event": f"{hidden}{name.replace('_', ' ').title()} Hook",
+        "X-Gitlab-Event-UUID": secrets.token_hex(16),
+        "Idempotency-Key": guid,
+        "webhook-id": guid,
+        "webhook-timestamp": str(int(time.time() if when is None else when)),
+    }
+    if not secret.startswith("whsec_"):
+        return headers | {"X-Gitlab-Token": secret}, body
+    key = base64.b64decode(secret.removeprefix("whsec_"))
+    text = f"{guid}.{headers['webhook-timestamp']}.".encode() + body
+    mac = hmac.new(key, text, "sha256").digest()
+    return headers | {"webhook-signature": f"v1,{base64.b64encode(mac).decode()}"}, body
+
+
+def gitlab_page(call: Call, rows: Sequence[Json]) -> Reply:
+    """One page of a list with GitLab's headers (20 a page, at most 100)."""
+    query = call.request.query
+    size = max(1, min(100, _number(query, "per_page", 20)))
+    page = max(1, _number(query, "page", 1))
+    more = len(rows) > page * size
+    reply = json_reply(200, rows[(page - 1) * size : page * size])
+    following = {"X-Per-Page": str(size), "X-Page": str(page), "X-Next-Page": ""}
+    if more:
+        url = call.base + call.request.path.removeprefix("/api/v4")
+        asked = urllib.parse.urlencode({**query, "page": page + 1})
+        following |= {"X-Next-Page": str(page + 1)}
+        following |= {"Link": f'<{url}?{asked}>; rel="next"'}
+    reply.headers |= following
+    return reply
+
+
+@GITLAB("GET", "/user")
+def gitlab_user(call: Call) -> Reply:
+    user = call.data.accounts.user(call.caller)
+    return json_reply(200, gitlab_user_json(call.base, user))
+
+
+@GITLAB("GET", "/projects/{project}", "metadata:read")
+def gitlab_project(call: Call) -> Reply:
+    return json_reply(200, gitlab_project_json(call.base, call.repo))
+
+
+@GITLAB("GET", "/projects/{project}/members/all/{number}", "metadata:read")
+def gitlab_member(call: Call) -> Reply:
+    number, people = int(call.args["number"]), call.data.accounts.users.values()
+    user = next((user for user in people if user.id == number), None)
+    role = call.repo.collaborators.get(user.login, "none") if user else "none"
+    if user is None or role not in _ACCESS_LEVELS:
+        raise Refused(404, "404 Not found")
+    level = {"access_level": _ACCESS_LEVELS[role], "membership_state": "active"}
+    return json_reply(200, gitlab_user_json(call.base, user) | level)
+
+
+@GITLAB("GET", "/projects/{project}/repository/branches/{branch}", "contents:read")
+def gitlab_branch(call: Call) -> Reply:
+    name = call.args["branch"]
+    sha = call.repo.branch(name)
+    if sha is None:
+        raise Refused(404, "404 Branch Not Found")
+    protected = call.repo.is_protected(name)
+    shape = {"name": name, "commit": {"id": sha}, "protected": protected}
+    shape |= {"developers_can_push": False, "can_push": not protected}
+    return json_reply(200, shape | {"default": name == call.repo.default_branch})
+
+
+def _gitlab_item(call: Call) -> Issue:
+    request = {"merge_requests": True, "issues": False}.get(call.args["kind"])
+    found = call.repo.item(int(call.args["number"]), request)
+    if found is None or request is None:
+        raise Refused(404, "404 Not found")
+    return found
+
+
+@GITLAB("GET", "/projects/{project}/{kind}/{number}", "issues|pull_requests:read")
+def gitlab_item(call: Call) -> Reply:
+    return json_reply(200, gitlab_item_json(call.base, call.repo, _gitlab_item(call)))
+
+
+@GITLAB("GET", "/projects/{project}/{kind}/{number}/notes", "issues:read")
+def gitlab_notes(call: Call) -> Reply:
+    item = _gitlab_item(call)
+    notes = call.repo.comments_on(item.number, isinstance(item, Pull))
+    rows = [gitlab_note_json(call.base, call.repo, note) for note in reversed(notes)]
+    return gitlab_page(call, rows)
+
+
+@GITLAB("POST", "/projects/{project}/{kind}/{number}/notes", "issues:write")
+def gitlab_post_note(call: Call) -> Reply:
+    item = _gitlab_item(call)
+    text = call.body().get("body")
+    if not isinstance(text, str) or not text.strip():
+        raise Refused(400, "400 Bad request - Note can't be blank")
+    left = _obey(item, text)
+    if not left.strip():
+        return json_reply(202, {"commands_changes": {}, "summary": ["Applied."]})
+    note = call.repo.add_comment(item.number, left, call.caller, isinstance(item, Pull))
+    return json_reply(201, gitlab_note_json(call.base, call.repo, note))
+
+
+def _obey(item: Issue, text: str) -> str:
+    """Do what the quick actions in a text say; the text without them."""
+    for action in _QUICK_ACTION.finditer(text):
+        if action["name"] == "merge" and isinstance(item, Pull):
+            item.merged, item.state = True, "closed"
+        elif action["name"] == "close":
+            item.state = "closed"
+        elif action["name"] == "label":
+            item.labels.append(action["rest"].lstrip("~"))
+    return _QUICK_ACTION.sub("", text)
+
+
+@GITLAB("GET", "/projects/{project}/merge_requests", "pull_requests:read")
+def gitlab_merge_requests(call: Call) -> Reply:
+    query = call.request.query
+    state = {"opened": "open"}.get(query.get("state", "all"), query.get("state", "all"))
+    rows = [
+        gitlab_item_json(call.base, call.repo, pull)
+        for pull in sorted(call.repo.pulls.values(), key=lambda p: -p.number)
+        if state in ("all", pull.state)
+        and query.get("source_branch", pull.head) == pull.head
+    ]
+    return gitlab_page(call, rows)
+
+
+@GITLAB("POST", "/projects/{project}/merge_requests", "pull_requests:write")
+def gitlab_post_merge_request(call: Call) -> Reply:
+    shape, repo = call.body(), call.repo
+    head, base = str(shape.get("source_branch")), str(shape.get("target_branch"))
+    for pull in repo.pulls.values():
+        same = (pull.head, pull.head_owner, pull.base) == (head, repo.owner, base)
+        if same and pull.state == "open":
+            text = "Another open merge request already exists for this source branch"
+            raise Refused(409, f"{text}: !{pull.number}")
+    if repo.branch(head) is None or repo.branch(base) is None:
+        raise Refused(400, "Source or target branch does not exist")
+    title = str(shape.get("title") or "")
+    if not title.strip() or len(title) > 255:
+        raise Refused(400, "title is missing or too long (maximum is 255 characters)")
+    made = repo.open_pull(head, title, shape.get("description"), base, call.caller)
+    made.body = _obey(made, made.body or "")
+    return json_reply(201, gitlab_item_json(call.base, repo, made))
+
+
+@GITLAB("PUT", "/projects/{project}/merge_requests/{number}", "pull_requests:write")
+def gitlab_put_merge_request(call: Call) -> Reply:
+    pull, shape = call.pull(), call.body()
+    pull.title = shape.get("title") or pull.title
+    if shape.get("state_event") == "close":
+        call.repo.close(pull)
+    return json_reply(200, gitlab_item_json(call.base, call.repo, pull))
+
+
+class FakeGitLab(FakeForge):
+    """A GitLab: REST under /api/v4, git at /{group}/…/{project}.git."""
+
+    kind = "gitlab"
+    routes = GITLAB
+    api_prefixes = ("/api/v4",)
+    git_path = re.compile(
+        r"/(?P<project>.+?)(\.git)?"
+        r"/(?P<operation>info/refs|git-upload-pack|git-receive-pack)"
+    )
+    realm = "GitLab"
+    request_ref = "refs/merge-requests/{n}/head"
+    apart = True
+
+    def credential(self, request: Request) -> str:
+        """A PRIVATE-TOKEN header, else as everywhere."""
+        return request.headers.get("private-token") or super().credential(request)
+
+    def repo_name(self, args: Mapping[str, str]) -> str | None:
+        """A path with namespace, or a project's id."""
+        project = args.get("project")
+        by_id = {str(repo.id): name for name, repo in self.repos.items()}
+        return by_id.get(project or "", project)
+
+    def refused(self, refusal: Refused) -> Reply:
+        """An error in GitLab's shape."""
+        return json_reply(refusal.status, {"message": refusal.message})
+
+    def admit(self, call: Call, needs: str) -> None:
+        """Raise 401 without a valid token, 404 out of sight, 403 without the right."""
+        if call.token is None:
+            raise Refused(401, "401 Unauthorized")
+        if call.full_name is None:
+            return
+        if self.data.repo(call.full_name, call.token) is None:
+            raise Refused(404, "404 Project Not Found")
+        names, _, level = needs.partition(":")
+        if not any(call.token.may(name, level) for name in names.split("|")):
+            raise Refused(403, "403 Forbidden")
+
+    def label(
+        self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issue`` delivery, action ``update``, with the label in ``changes``."""
+        payload = gitlab_payload(repo, number, "update", login, label)
+        return gitlab_delivery(payload, secret, guid, self.clock())
 
 
 def _state(repo: Repo) -> Json:
@@ -2869,7 +3301,8 @@ class FakeAzure(FakeForge):
         r"/(?P<operation>info/refs|git-upload-pack|git-receive-pack)"
     )
     realm = "Azure DevOps"
-    pull_ref = "refs/pull/{}/merge"
+    request_ref = "refs/pull/{n}/merge"
+    apart = True
     data: AzureData
 
     def repo_name(self, args: Mapping[str, str]) -> str | None:
@@ -4035,6 +4468,7 @@ class ProcessBox:
             code=self._runner.returncode,
             result=module.result_of((self.root / "runner.log").read_text().split("\n")),
             tokens=tokens,
+            metered=bool(gate_lines),
             forks=forks,
             budget_spent=spent,
             bundle=into / bundle.name if bundle.is_file() else None,
@@ -4082,6 +4516,11 @@ class ProcessEngine:
 
     def sweep(self, keep: frozenset[str]) -> int:
         return 0
+
+    def tail(self, job: str, lines: int) -> list[str]:
+        logs = sorted(self.root.glob(f"{job}.*/runner.log"))
+        text = logs[-1].read_text("utf-8", "replace") if logs else ""
+        return text.splitlines()[-lines:]
 
 
 def pidispatch_module() -> Any:
@@ -4142,6 +4581,7 @@ def _demo_settings(module: Any, root: Path, forge: FakeGitHub) -> Any:
         gate_image=image,
         bind="127.0.0.1",
         port=0,
+        panel_port=0,
         webhook_secret=(_DEMO_SECRET,),
         github_pat=_DEMO_TOKEN,
         github_api_url=f"{forge.url}/api/v3",

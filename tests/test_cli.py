@@ -150,7 +150,7 @@ MISTAKES: list[tuple[str, dict[str, str], int, str]] = [
     ("triggers try github ok.json --header nocolon", {}, 2, "is no header"),
     ("triggers try github ok.json --header :x", {}, 2, "is no header"),
     ("triggers try github ok.json --secret s", {}, 2, "X-Hub-Signature-256"),
-    ("triggers try gitlab ok.json", {}, 2, 'no forge "gitlab"'),
+    ("triggers try azure ok.json", {}, 2, 'no forge "azure"'),
     ("triggers try svn ok.json", {}, 2, "is not one of"),
     # a database that is not there, or is none
     ("runs", {}, 2, "start `pidispatch serve` once"),
@@ -178,7 +178,18 @@ MISTAKES: list[tuple[str, dict[str, str], int, str]] = [
     ("serve --db dir", {"WEBHOOK_SECRET": "s"}, 2, "cannot be opened"),
     ("serve --db garbage", {"WEBHOOK_SECRET": "s"}, 2, "cannot be opened"),
     ("serve", {"WEBHOOK_SECRET": "s", "PI_BIND": "192.0.2.1"}, 2, "cannot listen"),
-    ("serve", {"WEBHOOK_SECRET": "s", "PI_PORT": "0"}, 1, "start the Docker Engine"),
+    (
+        "serve",
+        {"WEBHOOK_SECRET": "s", "PI_PORT": "0", "PI_PANEL_BIND": "0.0.0.0"},
+        2,
+        "set PANEL_TOKEN",
+    ),
+    (
+        "serve",
+        {"WEBHOOK_SECRET": "s", "PI_PORT": "0", "PI_PANEL_PORT": "0"},
+        1,
+        "start the Docker Engine",
+    ),
     # the engine
     ("verify-image pi-job", {}, 1, "start the Docker Engine"),
     ("verify-image pi-job", {"DOCKER_HOST": "tcp://h:99999"}, 1, "DOCKER_HOST"),
@@ -300,7 +311,8 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         "WEBHOOK_SECRET": "canary-secret",
         "PI_BIND": "127.0.0.1",
         "PI_PORT": "0",
-        "PI_DAILY_TOKEN_CAP": "1000",
+        "PI_PANEL_PORT": "0",
+        "PI_ON_FAILURE": "x",
     }
     argv = [sys.executable, str(ROOT / "pidispatch.py"), "serve", "--no-worker"]
     with subprocess.Popen(
@@ -321,7 +333,7 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         assert serving.wait(20) == 0, told
     events = [json.loads(line) for line in told if line.startswith("{")]
     assert events[0]["event"] == "not-in-this-version"
-    assert "PI_DAILY_TOKEN_CAP" in events[0]["what"]
+    assert "PI_PANEL_PORT" in events[0]["what"]
     assert "canary-secret" not in "".join(told)
 
 
@@ -342,7 +354,21 @@ def test_init_writes_what_the_loader_and_the_schema_accept(folder: Path) -> None
     assert cli("triggers", "check", str(place / "triggers.json")).exit_code == 0
     secret = pidispatch.load_settings({}, place / ".env").webhook_secret
     assert [len(part) for part in secret] == [64]
-    json.loads((place / "limits.json").read_text())
+    limits = json.loads((place / "limits.json").read_text())
+    schema = json.loads((place / "limits.schema.json").read_text())
+    assert schema == json.loads(cli("limits", "schema").output)
+    assert limits["$schema"] == "./limits.schema.json"
+    Draft202012Validator(schema).validate(limits)
+    checked = cli("limits", "check", str(place / "limits.json"))
+    assert checked.output.endswith("limits.json: 0 scopes, 0 pause windows, no fault\n")
+
+
+def test_limits_check_names_every_fault_and_exits_two(folder: Path) -> None:
+    (folder / "limits.json").write_text('{"scopes": [{"scope": "x", "dya": 1}]}')
+    result = cli("limits", "check")
+    assert result.exit_code == 2
+    for words in ("pauseWindows: (absent)", "scopes[0].scope", "did you mean day?"):
+        assert words in result.output
 
 
 def test_init_never_overwrites_and_never_follows_a_link(folder: Path) -> None:
@@ -351,7 +377,7 @@ def test_init_never_overwrites_and_never_follows_a_link(folder: Path) -> None:
     assert cli("init").exit_code == 0
     before = (folder / ".env").read_text()
     result = cli("init")
-    assert result.output.count("kept ") == 4
+    assert result.output.count("kept ") == 5
     assert (folder / ".env").read_text() == before
     assert (folder / "triggers.json").read_text() == "mine"
     assert not (folder / "elsewhere").exists()
@@ -780,8 +806,20 @@ FAULTS: list[tuple[str, dict[str, str | None], str]] = [
     ("open network", {"PI_EGRESS": "0"}, "⚠ egress: PI_EGRESS=0: JOBS ARE NOT"),
     ("few slots", {"PI_CONCURRENCY": "1"}, "⚠ concurrency: PI_CONCURRENCY=1 is below"),
     ("small cap", {"PI_DAILY_CAP": "1"}, "✗ caps: PI_DAILY_CAP=1 cannot hold a set"),
-    ("void cap", {"PI_DAILY_TOKEN_CAP": "9"}, "✗ settings: PI_DAILY_TOKEN_CAP has no"),
-    ("void setting", {"PI_PANEL_PORT": "9"}, "⚠ settings: PI_PANEL_PORT has no effect"),
+    ("weak cap", {"PI_DAILY_TOKEN_CAP": "9"}, "⚠ caps: PI_DAILY_TOKEN_CAP without"),
+    (
+        "void cap",
+        {"PI_DAILY_TOKEN_CAP": "9", "PI_MAX_TOKENS": "10"},
+        "✗ caps: PI_MAX_TOKENS is more than PI_DAILY_TOKEN_CAP",
+    ),
+    ("void hold", {"PI_SOFT_HOLD_PCT": "3"}, "✗ caps: PI_SOFT_HOLD_PCT of a cap is"),
+    ("no limits", {"PI_LIMITS_FILE": "none.json"}, "✗ limits: none.json: cannot be"),
+    (
+        "bad overlay",
+        {"PI_SETTINGS_FILE": "triggers.json"},
+        "✗ overlay: triggers.json: ",
+    ),
+    ("void setting", {"PI_ON_FAILURE": "x"}, "⚠ settings: PI_ON_FAILURE has no effect"),
     ("bad setting", {"PI_PORT": "x"}, '✗ settings: settings: PI_PORT="x"'),
     ("bad database", {"PI_DB": "triggers.json"}, "✗ store: triggers.json: the data"),
     ("open secrets", {}, "⚠ modes: .env can be read by others"),

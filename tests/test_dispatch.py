@@ -10,6 +10,7 @@ import ast
 import itertools
 import json
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -294,6 +295,9 @@ class Bench:
     def used(self) -> int:
         return self.store.status(CAPS, self.clock()).used
 
+    def tokens(self) -> int:
+        return self.store.tokens_used(CAPS, self.clock())
+
 
 @pytest.fixture
 def bench(
@@ -433,7 +437,7 @@ def test_a_spent_cap_is_seen_before_anything_is_minted(bench: Bench) -> None:
 def test_a_cap_spent_meanwhile_refuses_at_the_reservation_and_removes_the_box(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.store, "peek_caps", lambda caps: None)
+    monkeypatch.setattr(bench.store, "peek_caps", lambda *asked: None)
     bench.dispatcher.settings = msgspec.structs.replace(
         bench.dispatcher.settings, daily_cap=1
     )
@@ -442,6 +446,302 @@ def test_a_cap_spent_meanwhile_refuses_at_the_reservation_and_removes_the_box(
     assert rows[0].reason == "over-budget"
     assert bench.engine.log[-1] == "remove"
     assert bench.engine.log.count("start") == 1
+
+
+@dataclass
+class Scene:
+    """How a gate comes to refuse a set of two: what is spoiled, what the rule says."""
+
+    spoil: Callable[[Bench, pytest.MonkeyPatch], object] = lambda bench, patch: None
+    run: dict[str, Any] = field(default_factory=dict)
+    before: bool = False
+
+    @classmethod
+    def cap(cls, *, before: bool = False, limits: Any = None, **settings: Any) -> Scene:
+        """A cap; `before` is whether a slot is used by an earlier job."""
+
+        def spoil(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+            bench.change(**settings)
+            if limits:
+                bench.dispatcher.limits = lambda: limits
+
+        return cls(spoil, before=before)
+
+
+def images(value: pidispatch.Image | None) -> Scene:
+    def spoil(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+        bench.engine.images = {"pi-job:latest": value} if value else {}
+
+    return Scene(spoil)
+
+
+def raising(name: str, error: Exception) -> Scene:
+    def broken(*args: object) -> pidispatch.Prepared:
+        raise error
+
+    return Scene(
+        lambda bench, patch: patch.setattr(bench.dispatcher.mirrors, name, broken)
+    )
+
+
+def no_skill(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    whole = bench.dispatcher.mirrors.prepare
+
+    def bare(*args: Any) -> pidispatch.Prepared:
+        return msgspec.structs.replace(whole(*args), skill=None)
+
+    patch.setattr(bench.dispatcher.mirrors, "prepare", bare)
+
+
+def no_models(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    bench.engine.models = {"anthropic": {"models": [{"id": "other"}]}}
+
+
+def no_token(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    bench.forge.token_error = pidispatch.Refused("forge-token-unavailable", "no token")
+
+
+OF_SPOON = pidispatch.ScopeRow(scope="github:octo/spoon", day=1)
+CAP_SCENES = {
+    "daily-token-cap": Scene.cap(daily_token_cap=9, max_tokens=10),
+    "scope-cap": Scene.cap(before=True, limits=pidispatch.Limits((OF_SPOON,))),
+    "over-budget": Scene.cap(before=True, daily_cap=1),
+    "soft-hold": Scene.cap(before=True, daily_cap=2, soft_hold_pct=50),
+}
+#: Every reason of every gate, and how it comes about.
+SCENES: dict[str, dict[str, Scene]] = {
+    "overlay": {"settings-overlay-invalid": Scene.cap(settings_file=Path(__file__))},
+    "image": {"job-image-missing": images(None)},
+    "forges": {"job-image-forge-unsupported": images(image(forges="gitlab"))},
+    "capabilities": {
+        "job-image-replicas-unsupported": images(image("gate")),
+        "job-image-exclude-tools-unsupported": Scene(run={"excludeTools": ("bash",)}),
+    },
+    "version": {"not-in-this-version": Scene(run={"resume": True})},
+    "provider": {
+        "provider-unconfigured": Scene(run={"provider": "nobody"}),
+        "model-unknown": Scene(no_models),
+    },
+    "gate image": {"gate-image-missing": Scene.cap(gate_image="other")},
+    "caps, a look": CAP_SCENES,
+    "token": {"forge-token-unavailable": Scene(no_token)},
+    "box": {},
+    "workspace": {
+        reason: raising("prepare", pidispatch.Refused(reason, "it is so"))
+        for reason in ("sha-gone", "flow-not-found", "repository-unavailable")
+    },
+    "flow": {"flow-not-found": Scene(no_skill, {"flow": "none"})},
+    "caps, reserved": CAP_SCENES,
+}
+
+
+def test_every_reason_of_every_gate_has_its_scene() -> None:
+    assert {name: sorted(scenes) for name, scenes in SCENES.items()} == {
+        gate.name: sorted(gate.reasons) for gate in pidispatch.LADDER
+    }
+
+
+@pytest.mark.parametrize(
+    ("gate", "reason"),
+    [(gate, reason) for gate in pidispatch.LADDER for reason in gate.reasons],
+    ids=lambda part: part if isinstance(part, str) else part.name,
+)
+def test_a_gates_refusal_is_recorded_said_once_for_the_set_and_never_retried(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    gate: pidispatch.Gate,
+    reason: str,
+) -> None:
+    """T51: and it uses no slot and no token, and starts no container."""
+    scene = SCENES[gate.name][reason]
+    if scene.before:
+        bench.engine.exits.append(OK)
+        bench.run()
+        bench.clock.pass_(pidispatch.WINDOW_SECONDS)
+    used, asked = bench.used(), bench.forge.asked
+    bench.engine.log.clear()
+    if gate.name == "caps, reserved":
+        monkeypatch.setattr(bench.store, "peek_caps", lambda *asked: None)
+    scene.spoil(bench, monkeypatch)
+    rows = bench.run(2, **scene.run)[:2]
+    assert {(row.state, row.reason) for row in rows} == {("policy", reason)}
+    for row in rows:
+        record = bench.store.run(row.id)[1]
+        assert record
+        assert (record.reason, record.budgetReserved, record.attempt) == (
+            reason,
+            False,
+            0,
+        )
+    [(marker, text)] = bench.forge.comments
+    assert reason in text
+    assert text.endswith(marker + "\n")
+    assert "start" not in bench.engine.log
+    assert bench.used() == used
+    assert bench.tokens() == 2 * used
+    names = [row.name for row in pidispatch.LADDER]
+    if names.index(gate.name) < names.index("token"):
+        assert bench.engine.log == [], "nothing is opened or cloned"
+        assert bench.forge.asked == asked, "no token is minted"
+    bench.clock.pass_(40 * pidispatch.DAY)
+    assert bench.store.claim() is None
+
+
+def test_a_spent_cap_is_told_by_its_name_its_value_and_its_windows_end(
+    bench: Bench,
+) -> None:
+    told: list[str] = []
+    for scene in CAP_SCENES.values():
+        bench.change(max_tokens=None, daily_token_cap=None, soft_hold_pct=None)
+        bench.change(daily_cap=25)
+        bench.dispatcher.limits = lambda: pidispatch.NO_LIMITS
+        if bench.used() < scene.before:
+            bench.engine.exits.append(OK)
+            bench.run()
+        bench.clock.pass_(pidispatch.WINDOW_SECONDS)
+        scene.spoil(bench, pytest.MonkeyPatch())
+        bench.run()
+        told.append(bench.forge.comments[-1][1])
+    end = "This day (UTC) ends at 2027-01-16T00:00:00.000Z"
+    assert all(end in text and "not tried again by itself" in text for text in told)
+    tokens, scope, day, hold = told
+    assert "`PI_DAILY_TOKEN_CAP` is 9 tokens a day: 0 are used; this job" in tokens
+    assert "reserves 10" in tokens
+    named = "`day of the scope github:octo/spoon in limits.json` is 1 jobs a day: 1 are"
+    assert named in scope
+    assert "`PI_DAILY_CAP` is 1 jobs a day: 1 are used." in day
+    assert "2 jobs a day: 1 are used, and PI_SOFT_HOLD_PCT holds from 1 on" in hold
+
+
+def test_twenty_workers_race_for_five_slots_and_each_refusal_is_said(
+    bench: Bench,
+) -> None:
+    """T51: whole jobs, from claim to record."""
+    bench.change(daily_cap=5)
+    bench.engine.exits += [OK] * 20
+    for number in range(20):
+        target = pidispatch.Target("issue", number + 1)
+        bench.maker.admit(bench.store, target=target)
+    gun = threading.Barrier(20)
+
+    def work() -> None:
+        claimed = bench.store.claim()
+        assert claimed
+        gun.wait(30)
+        bench.dispatcher.run(claimed)
+
+    threads = [threading.Thread(target=work) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    ends = [(run.state, run.reason) for run in bench.store.runs(99)]
+    assert ends.count(("completed", None)) == 5
+    assert ends.count(("policy", "over-budget")) == 15
+    assert bench.engine.log.count("start") == 5
+    assert bench.used() == 5
+    assert len(bench.forge.comments) == 15
+
+
+def test_a_worker_leaves_a_paused_scope_alone_and_takes_it_up_again(
+    bench: Bench,
+) -> None:
+    pause = {"begins": "00:00", "ends": "24:00", "tz": "UTC"}
+    window = pidispatch.PauseWindow(scope="github", **pause)
+    bench.dispatcher.limits = lambda: pidispatch.Limits((), (window,))
+    workers = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    bench.engine.exits.append(OK)
+    bench.maker.admit(bench.store)
+    assert not workers._one()
+    bench.dispatcher.limits = lambda: pidispatch.NO_LIMITS  # an edit of the file
+    assert workers._one()
+    [run] = bench.store.runs(9)
+    assert run.state == "completed"
+
+
+def test_a_job_without_a_budget_gets_what_the_day_has_left(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[dict[str, Any]] = []
+    whole = pidispatch.gate_line
+
+    def seen(attempt: pidispatch.Attempt) -> bytes:
+        lines.append(json.loads(whole(attempt)))
+        return whole(attempt)
+
+    monkeypatch.setattr(pidispatch, "gate_line", seen)
+    bench.engine.exits += [OK] * 3
+    bench.run()
+    for more in ({"daily_token_cap": 100}, {"max_tokens": 7}):
+        bench.clock.pass_(pidispatch.WINDOW_SECONDS)
+        bench.change(**more)
+        bench.run()
+    assert [line["budget"] for line in lines] == [None, 98, 7]
+
+
+def test_a_run_that_made_no_call_frees_the_tokens_it_had_reserved(
+    bench: Bench,
+) -> None:
+    bench.change(max_tokens=1_000)
+    unseen = BoxExit(code=2, result=Result(2, "flow-not-found"))
+    bench.engine.exits += [msgspec.structs.replace(unseen, metered=True), unseen]
+    bench.run()
+    assert bench.tokens() == 0
+    bench.clock.pass_(pidispatch.WINDOW_SECONDS)
+    bench.run()
+    assert bench.tokens() == 1_000, "no meter, no figure: the reservation stands"
+
+
+@pytest.mark.parametrize(
+    "broken", ["prompt_text", "event_json", "job_file", "box_inputs"]
+)
+def test_a_bug_after_the_reservation_gives_slot_and_tokens_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """T51: no container started, so nothing was spent."""
+
+    def bug(*args: object) -> object:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pidispatch, broken, bug)
+    bench.change(max_tokens=1_000)
+    [run] = bench.run()
+    assert (run.state, run.reason) == ("failed", "internal-error")
+    record = bench.store.run(run.id)[1]
+    assert record
+    assert (record.budgetReserved, record.startedAt) == (False, None)
+    assert (bench.used(), bench.tokens()) == (0, 0)
+    assert bench.engine.log[-1] == "remove"
+    assert bench.store.claim() is None
+
+
+@pytest.mark.parametrize("error", [pidispatch.Refused("x", "y"), OSError("gone")])
+def test_whatever_keeps_a_container_from_starting_gives_its_slot_back(
+    bench: Bench, error: Exception
+) -> None:
+    bench.engine.start_error = error
+    bench.run()
+    assert bench.used() == 0
+
+
+@pytest.mark.parametrize("place", ["_over", "_start", "_tokens_used"])
+def test_a_database_that_fails_at_the_caps_defers_the_job_and_costs_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def broken(*args: object) -> object:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    bench.change(daily_token_cap=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(pidispatch, place, broken)
+        [run] = bench.run()
+    assert run.state == "queued"
+    assert bench.used() == 0
+    bench.clock.pass_(61)
+    bench.engine.exits.append(OK)
+    [run] = bench.work()
+    assert run.state == "completed"
+    assert bench.used() == 1
 
 
 def test_an_overlay_is_read_for_every_job(bench: Bench, tmp_path: Path) -> None:
@@ -646,7 +946,7 @@ def test_each_replica_may_run_on_its_own_model(bench: Bench) -> None:
 
 
 def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
-    assert [name for name, _ in pidispatch.LADDER] == [
+    assert [gate.name for gate in pidispatch.LADDER] == [
         "overlay",
         "image",
         "forges",

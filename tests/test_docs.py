@@ -259,6 +259,9 @@ def test_every_json_example_is_accepted_by_what_it_is_an_example_of(
     path.write_text(block)
     if "triggers" in value or "on" in value:
         as_rules(value)
+    elif "scopes" in value:
+        Draft202012Validator(pidispatch.limits_schema()).validate(value)
+        assert pidispatch.load_limits(block.encode(), page) != pidispatch.NO_LIMITS
     elif "providers" in value:
         pidispatch.load_settings({"PI_PROVIDERS_FILE": str(path)}, None)
     else:

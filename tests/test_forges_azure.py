@@ -106,8 +106,9 @@ def item(event: str = "workitem.created", rev: int | None = 1, **more: Any) -> A
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"AZURE_ORG_URL": None}, "AZURE_WEBHOOK_SECRET is set and AZURE_ORG_URL"),
-        ({"AZURE_WEBHOOK_MODE": "header"}, "AZURE_WEBHOOK_HEADER is not set"),
+        ({"AZURE_ORG_URL": None}, "AZURE_WEBHOOK_SECRET .* without AZURE_ORG_URL"),
+        ({"AZURE_TOKEN": None}, "AZURE_WEBHOOK_SECRET .* without AZURE_TOKEN"),
+        ({"AZURE_WEBHOOK_MODE": "header"}, "needs AZURE_WEBHOOK_HEADER"),
         ({"AZURE_WEBHOOK_MODE": "token"}, "AZURE_WEBHOOK_MODE"),
         ({"AZURE_WEBHOOK_HEADER": "x y"}, "AZURE_WEBHOOK_HEADER"),
         ({"AZURE_ORG_URL": "dev.azure.com/x"}, "AZURE_ORG_URL"),
@@ -116,7 +117,8 @@ def item(event: str = "workitem.created", rev: int | None = 1, **more: Any) -> A
 def test_settings_that_serve_nothing_together_are_named(
     more: dict[str, str | None], words: str
 ) -> None:
-    given = {"AZURE_ORG_URL": "https://x/y", "AZURE_WEBHOOK_SECRET": "s"} | more
+    given = {"AZURE_ORG_URL": "https://x/y", "AZURE_WEBHOOK_SECRET": "s"}
+    given |= {"AZURE_TOKEN": "t"} | more
     environ = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(Faults, match=words):
         pidispatch.load_settings(environ, None)

@@ -41,9 +41,9 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def boxed(
-    tmp_path: Path, docker_client: Any, job_image: str, request: pytest.FixtureRequest
+    request: pytest.FixtureRequest, tmp_path: Path, docker_client: Any, job_image: str
 ) -> Iterator[World]:
-    """On the real engine; a test's parameter may name another forge than GitHub."""
+    """GitHub's world on the real engine, or another forge's by its kind."""
     kind = getattr(request, "param", "github")
     with make_world(tmp_path, docker_client, kind=kind) as made:
         made.change(job_image=job_image, gate_image=job_image)
@@ -73,19 +73,31 @@ def real_labelled(payloads: Path, world: World) -> tuple[dict[str, Any], int]:
     return payload, number
 
 
+def label_once(world: World, payloads: Path, guid: str) -> tuple[list[str], int]:
+    """One labelling: the jobs it became, and the issue's number."""
+    if world.forge.kind != "github":
+        return world.label(7, guid), 7
+    payload, number = real_labelled(payloads, world)
+    status, answer = world.post("issues", payload, guid)
+    assert (status, answer["status"]) == (202, "queued")
+    return answer["jobs"], number
+
+
 @pytest.mark.docker
+@pytest.mark.parametrize("boxed", DIALECTS, indirect=True)
 def test_one_real_delivery_makes_two_boxes_two_branches_and_two_requests(
     boxed: World, payloads: Path
 ) -> None:
-    payload, n = real_labelled(payloads, boxed)
     boxed.rules({"replicas": 2})
     boxed.model.set_scripts(solve(bash("sleep 2"), bash(COMMIT), say()))
     boxed.start()
     guid = str(uuid.uuid4())
     since = time.time()
-    status, answer = boxed.post("issues", payload, guid)
-    jobs = [f"gh-{guid}-r1", f"gh-{guid}-r2"]
-    assert (status, answer) == (202, {"status": "queued", "jobs": jobs})
+    made, n = label_once(boxed, payloads, guid)
+    delivery = boxed.forge.delivery_id(guid)
+    set_ = pidispatch.set_id(boxed.forge.kind, delivery)
+    jobs = [f"{set_}-r1", f"{set_}-r2"]
+    assert made == jobs
 
     both = boxed.wait_for(lambda: len(c := boxed.containers()) == 2 and c)
     assert sorted(c["Name"] for c in both) == [f"/pi-job-{job}" for job in jobs]
@@ -106,30 +118,6 @@ def test_one_real_delivery_makes_two_boxes_two_branches_and_two_requests(
     status_ = boxed.store.status(pidispatch.Caps.of(boxed.settings), time.time())
     assert status_.used == 2
     assert most_at_once(boxed, since) == 2, "they ran at the same time"
-    assert boxed.nothing_left()
-
-
-@pytest.mark.docker
-@pytest.mark.parametrize("boxed", [k for k in DIALECTS if k != "github"], indirect=True)
-def test_on_every_forge_an_urgent_label_makes_two_boxes_and_two_requests(
-    boxed: World,
-) -> None:
-    boxed.rules({"replicas": 2})
-    boxed.start()
-    jobs = boxed.label(guid=boxed.name)
-    runs = boxed.wait(jobs, 180)
-    assert [run.state for run in runs] == ["completed", "completed"]
-    pulls = boxed.pulls()
-    assert sorted(pulls) == ["pi/issue-7-r1", "pi/issue-7-r2"]
-    for i in (1, 2):
-        assert pulls[f"pi/issue-7-r{i}"].title == f"[r{i}/2] Bend the spoon"
-        record = boxed.record(jobs[i - 1])
-        assert (record.kind, record.replica, record.replicas) == (
-            boxed.forge.kind,
-            i,
-            2,
-        )
-    assert len(boxed.comments()) == 2
     assert boxed.nothing_left()
 
 

@@ -208,5 +208,5 @@ def test_everything_but_the_demo_works_when_its_module_is_deleted(
     shutil.copytree(installed, place)
     (place / "pidispatch_demo.py").unlink()
     work.mkdir()
-    environ = {"PI_BIND": "127.0.0.1", "PI_PORT": "0"}
+    environ = {"PI_BIND": "127.0.0.1", "PI_PORT": "0", "PI_PANEL_PORT": "0"}
     python(place, work, "-c", WITHOUT_DEMO, **environ)

@@ -45,6 +45,10 @@ REQUEST = {
 #: What differs in each forge's event of an issue and of a comment on a request.
 EVENTS: dict[str, dict[str, dict[str, Any]]] = {
     "github": {},
+    "gitlab": {
+        "issue": {"forge": "gitlab", "name": "issue", "repo": "group/sub/lamp"},
+        "request": {"forge": "gitlab", "name": "note", "repo": "group/sub/lamp"},
+    },
     "azure": {
         "issue": {"forge": "azure", "name": "workitem", "repo": "My Project/lamp"},
         "request": {

@@ -234,6 +234,15 @@ DIALECTS: dict[str, tuple[type[demo.FakeForge], Callable[[str], dict[str, Any]]]
             "github_api_url": f"{url}/api/v3",
         },
     ),
+    "gitlab": (
+        demo.FakeGitLab,
+        lambda url: {
+            "gitlab_webhook_mode": "token",
+            "gitlab_webhook_secret": (SECRET,),
+            "gitlab_token": TOKEN,
+            "gitlab_url": url,
+        },
+    ),
     "azure": (
         demo.FakeAzure,
         lambda url: {
@@ -290,6 +299,7 @@ def _settings(
         state_dir=root / "state",
         bind="127.0.0.1",
         port=0,
+        panel_port=0,
         provider="fake",
         model="fake-1",
         providers={"fake": provider},

@@ -1048,7 +1048,7 @@ def test_the_log_shows_neither_token_nor_secret() -> None:
     assert "hook:s3cret" in known
     known = list(pidispatch.secrets_of(Settings(azure_token="t0ken-1")))
     shown = pidispatch.Redactor(known).redact
-    for user in ("", "pidispatch"):
+    for user in ("", "oauth2"):
         coded = base64.b64encode(f"{user}:t0ken-1".encode()).decode()
         assert shown(f"x {coded} t0ken-1") == "x *** ***"
 

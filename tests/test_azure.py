@@ -1060,7 +1060,7 @@ def test_microsofts_own_client_drives_the_fake(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AZURE_DEVOPS_CACHE_DIR", str(tmp_path))
-    devops = pytest.importorskip("azure.devops.connection")
+    from azure.devops import connection as devops
     from azure.devops.v7_1.git import models as git_models
     from azure.devops.v7_1.work_item_tracking import models as item_models
     from msrest.authentication import BasicAuthentication

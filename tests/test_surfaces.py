@@ -248,23 +248,8 @@ def test_the_doctor_says_when_an_agent_would_have_no_cli(
     assert found.state == state
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (rule(LABEL, kind="azure", repository="r"), pidispatch._ONLY),
-    ],
-)
-def test_what_this_version_does_not_do_of_a_rule_is_said(
-    found: Rule, words: str
-) -> None:
-    assert words in pidispatch.rule_detail(found)
-    assert words in pidispatch.rule_limits(found)[0]
-    assert pidispatch.rule_limits(rule(LABEL, replicas=2)) == []
-
-
 def test_a_cron_rule_tells_whose_word_starts_it_and_what_it_touches() -> None:
     found = rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local")
-    assert pidispatch.rule_limits(found) == []
     text = pidispatch.rule_detail(found)
     assert "this machine's clock" in text and "edits your own folder in place" in text
     assert "the forge lets steer" not in text

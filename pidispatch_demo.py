@@ -193,6 +193,7 @@ class _Connection(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             return
         self.send_response_only(reply.status)
+        self.send_header("Date", self.date_time_string(self.server.clock()))
         for name, text in reply.headers.items():
             self.send_header(name, text)
         if reply.stream is not None:
@@ -221,9 +222,13 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, address: tuple[str, int], respond: Callable[[Request], Reply]
+        self,
+        address: tuple[str, int],
+        respond: Callable[[Request], Reply],
+        clock: Callable[[], float],
     ) -> None:
         self.respond = respond
+        self.clock = clock
         self.open_sockets: set[socket.socket] = set()
         super().__init__(address, _Connection)
 
@@ -270,7 +275,7 @@ class FakeServer:
         self.stopping = threading.Event()
         self.lock = threading.RLock()
         self._faults: list[Fault] = []
-        self._server = _Server((host, port), self._respond)
+        self._server = _Server((host, port), self._respond, lambda: self.clock())
         self.host = host
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
@@ -3314,6 +3319,10 @@ class ProcessEngine:
 
     def sweep(self, keep: frozenset[str]) -> int:
         return 0
+
+    def isolates(self, proven: str | None) -> str | None:
+        """Its boxes are plain processes, and the demo says so: nothing to prove."""
+        return "process"
 
     def tail(self, job: str, lines: int) -> list[str]:
         logs = sorted(self.root.glob(f"{job}.*/runner.log"))

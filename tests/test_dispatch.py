@@ -215,6 +215,8 @@ class FakeEngine:
     ends: threading.Event = field(default_factory=threading.Event)
     models: dict[str, Any] = field(default_factory=dict)
     gate_stands: bool = True
+    isolation: str | None = "proved"
+    looks: int = 0
     waited: Callable[[], object] = lambda: None
 
     def image(self, tag: str) -> pidispatch.Image | None:
@@ -229,6 +231,10 @@ class FakeEngine:
 
     def adopt(self, job: str) -> pidispatch.Box | None:
         return self.running.get(job)
+
+    def isolates(self, proven: str | None) -> str | None:
+        self.looks += proven is None or proven != self.isolation
+        return self.isolation
 
     def sweep(self, keep: frozenset[str]) -> int:
         self.log.append(f"sweep {sorted(keep)}")
@@ -523,6 +529,11 @@ SCENES: dict[str, dict[str, Scene]] = {
         "model-unknown": Scene(no_models),
     },
     "gate image": {"gate-image-missing": Scene.cap(gate_image="other")},
+    "isolation": {
+        "engine-not-isolating": Scene(
+            lambda bench, patch: patch.setattr(bench.engine, "isolation", None)
+        )
+    },
     "caps, a look": CAP_SCENES,
     "token": {"forge-token-unavailable": Scene(no_token)},
     "box": {},
@@ -954,6 +965,7 @@ def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
         "version",
         "provider",
         "gate image",
+        "isolation",
         "caps, a look",
         "token",
         "box",
@@ -961,6 +973,48 @@ def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
         "flow",
         "caps, reserved",
     ]
+
+
+def test_the_engine_is_looked_at_once_and_again_only_when_it_is_another(
+    bench: Bench,
+) -> None:
+    """40-box: the host-reach canary runs once an engine; the answer is kept."""
+    settings = bench.dispatcher.settings
+    bench.dispatcher.prove_isolation(settings)
+    bench.dispatcher.prove_isolation(settings)
+    assert (bench.engine.looks, bench.store.flag("isolation")) == (1, "proved")
+    bench.dispatcher._isolates = False  # as after a restart
+    bench.dispatcher.prove_isolation(settings)
+    assert bench.engine.looks == 1
+    bench.dispatcher._isolates = False
+    bench.engine.isolation = "another"
+    bench.dispatcher.prove_isolation(settings)
+    assert (bench.engine.looks, bench.store.flag("isolation")) == (2, "another")
+
+
+def test_an_engine_that_leaves_the_host_reachable_runs_only_with_egress_open(
+    bench: Bench,
+) -> None:
+    bench.engine.isolation = None
+    [row] = bench.run()
+    assert (row.state, row.reason) == ("policy", "engine-not-isolating")
+    assert bench.store.flag("isolation") is None, "a bad answer is asked for again"
+    bench.change(egress="0")
+    bench.clock.pass_(pidispatch.WINDOW_SECONDS)
+    bench.engine.exits.append(OK)
+    newest, _ = bench.run()
+    assert newest.state == "completed"
+
+
+def test_the_start_of_a_worker_says_that_the_engine_does_not_isolate(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.engine.isolation = None
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    pool._stopping.set()
+    pool._tidy()
+    assert "isolation-not-proved" in caplog.text
+    assert bench.engine.looks == 1
 
 
 def test_an_engine_that_is_away_is_waited_for_and_the_run_is_not_lost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import sys
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 import test_cli
 import world
-from conftest import JOB_IMAGE, ROOT, FakeClock, Maker
+from conftest import JOB_IMAGE, ROOT
 from test_cli import PaperEngine, Room, cli, printed
 
 import pidispatch
@@ -289,9 +290,19 @@ def test_the_canary_knows_where_each_style_lists_its_models() -> None:
     assert lists == pidispatch.MODEL_LISTS
 
 
+#: The machine's engine; `folder` hides it from every other test here.
+DOCKER_HOST = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+
+
 @pytest.fixture
-def real(docker_client: Any, tmp_path: Path) -> Iterator[world.World]:
-    with world.world(tmp_path, docker_client) as made:
+def real(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[world.World]:
+    monkeypatch.setenv("DOCKER_HOST", DOCKER_HOST)
+    import docker
+
+    client = docker.from_env(use_context=False, timeout=60).api
+    with world.world(tmp_path, client) as made:
         made.change(job_image=JOB_IMAGE, gate_image=JOB_IMAGE)
         yield made
 
@@ -313,10 +324,10 @@ def listener(host: str) -> Iterator[int]:
 
 @pytest.mark.docker
 def test_a_canary_shows_a_listed_host_open_and_another_closed_through_a_real_gate(
-    real: world.World, docker_client: Any
+    real: world.World,
 ) -> None:
     """And the model answers, the host does not, and nothing is left in the engine."""
-    host = world.bridge_address(docker_client)
+    host = world.bridge_address(real.docker)
     with listener(host) as listed, listener(host) as other:
         real.change(egress_allow=(f"{host}:{listed}",))
         checks = pidispatch.doctor(real.settings, real.root / "triggers.json")
@@ -336,12 +347,12 @@ def test_a_canary_shows_a_listed_host_open_and_another_closed_through_a_real_gat
     assert "a box does not reach the engine's host" in found
     assert seen.hosts == {hosts[0]: Heard(200), hosts[1]: Heard(403)}
     assert real.model.log == [], "nothing is spent on a look"
-    assert ours(docker_client) == []
+    assert ours(real.docker) == []
 
 
 @pytest.mark.docker
 def test_a_wrong_key_and_a_silent_model_are_told_apart_through_a_real_gate(
-    real: world.World, docker_client: Any
+    real: world.World,
 ) -> None:
     fake = real.settings.providers["fake"]
     silent = msgspec.structs.replace(
@@ -359,7 +370,7 @@ def test_a_wrong_key_and_a_silent_model_are_told_apart_through_a_real_gate(
     assert wrong[key] == "set FAKE_KEY to a key that it takes"
     assert no_answer.startswith("silent does not answer through the gate; a server")
     assert "127.0.0.1" in no_answer
-    assert ours(docker_client) == []
+    assert ours(real.docker) == []
 
 
 class Leaking(DockerEngine):
@@ -379,7 +390,7 @@ class Leaking(DockerEngine):
 
 @pytest.mark.docker
 def test_the_canary_sees_an_engine_that_leaves_its_host_within_reach(
-    real: world.World, docker_client: Any
+    real: world.World,
 ) -> None:
     """40-box: `internal` alone does not keep a box from the host's listeners."""
     leaking = Leaking(real.settings, "doctor")
@@ -389,7 +400,7 @@ def test_the_canary_sees_an_engine_that_leaves_its_host_within_reach(
     assert proven
     assert leaking.isolates(proven) == proven, "a proved engine is not looked at again"
     assert leaking.isolates("another engine") is None
-    assert ours(docker_client) == []
+    assert ours(real.docker) == []
 
 
 @pytest.mark.docker
@@ -409,7 +420,7 @@ def test_serve_refuses_jobs_on_an_engine_that_leaves_the_host_within_reach(
 
 @pytest.mark.docker
 def test_fix_removes_a_real_container_of_a_job_that_is_over_with_its_network(
-    real: world.World, docker_client: Any, maker: Maker, clock: FakeClock
+    real: world.World,
 ) -> None:
     """A killed process leaves them; the volumes and the network go along."""
     with contextlib.closing(pidispatch.Store(real.settings.db)) as store:
@@ -427,12 +438,12 @@ def test_fix_removes_a_real_container_of_a_job_that_is_over_with_its_network(
         command=("true",),
     )
     pidispatch.DockerBox.opened(engine, spec).start({})
-    assert len(ours(docker_client, instance)) == 5  # box, network, three volumes
+    assert len(ours(real.docker, instance)) == 5  # box, network, three volumes
     now = time.time()
     assert pidispatch.mend(real.settings, now) == []
     done = pidispatch.mend(real.settings, now + pidispatch.STALE_SECONDS + 60)
     assert Check("fixed", "ok", "removed the containers of gh-over") in done
-    assert ours(docker_client, instance) == []
+    assert ours(real.docker, instance) == []
 
 
 def test_a_provider_of_a_replicas_model_is_looked_at_as_well() -> None:

@@ -747,7 +747,7 @@ class Accounts:
 
 @dataclass
 class Comment:
-    """A conversation comment on an issue or pull request."""
+    """A conversation comment on an issue or, with ``request``, a pull request."""
 
     id: int
     number: int
@@ -755,6 +755,58 @@ class Comment:
     body: str
     created_at: float
     updated_at: float
+    request: bool = False
+
+
+@dataclass(frozen=True)
+class LabelMoment:
+    """A label that was put on an item, or taken off."""
+
+    id: int
+    number: int
+    label: str
+    added: bool
+    user: str
+    at: float
+
+
+@dataclass
+class IssueEvent:
+    """Something somebody did to an issue or pull request: labeled, closed …"""
+
+    id: int
+    number: int
+    event: str
+    actor: str
+    created_at: float
+    label: str | None = None
+
+
+@dataclass
+class Review:
+    """A review that was submitted; ``state`` is in the API's capitals."""
+
+    id: int
+    number: int
+    user: str
+    state: str
+    body: str | None
+    commit_id: str
+    submitted_at: float
+    association: str | None = None
+
+
+@dataclass
+class Activity:
+    """A push to a branch, as the repository's activity lists it."""
+
+    id: int
+    ref: str
+    before: str
+    after: str
+    actor: str
+    timestamp: float
+    activity_type: str = "push"
 
 
 @dataclass
@@ -771,11 +823,13 @@ class Issue:
     labels: list[str] = field(default_factory=list)
     state: str = "open"
     closed_at: float | None = None
+    confidential: bool = False
 
 
 @dataclass
 class Pull(Issue):
-    """A pull request. ``head_owner`` differs from the repository's for a fork."""
+    """A pull request. ``head_owner`` differs from the repository's for a fork, and
+    is empty when that was deleted."""
 
     head: str = ""
     head_owner: str = ""
@@ -786,14 +840,25 @@ class Pull(Issue):
 
 
 class Repo:
-    """A repository of the fake: records beside a real bare git repository."""
+    """A repository of the fake: records beside a real bare git repository.
+
+    ``request_ref`` is where a request's head is; with ``apart`` requests are
+    numbered apart from issues."""
 
     def __init__(
-        self, accounts: Accounts, full_name: str, default_branch: str, private: bool
+        self,
+        accounts: Accounts,
+        full_name: str,
+        default_branch: str,
+        private: bool,
+        request_ref: str = "refs/pull/{n}/head",
+        apart: bool = False,
     ) -> None:
         self.accounts = accounts
         self.full_name = full_name
-        self.owner, self.name = full_name.split("/")
+        self.request_ref = request_ref
+        self.apart = apart
+        self.owner, _, self.name = full_name.rpartition("/")
         self.id = accounts.new_id()
         self.default_branch = default_branch
         self.private = private
@@ -801,8 +866,14 @@ class Repo:
         self.issues: dict[int, Issue] = {}
         self.pulls: dict[int, Pull] = {}
         self.comments: list[Comment] = []
+        self.label_moments: list[LabelMoment] = []
+        self.events: list[IssueEvent] = []
+        self.reviews: list[Review] = []
+        self.activity: list[Activity] = []
         self.collaborators: dict[str, str] = {self.owner: "admin"}
         self.protected: dict[str, str] = {}
+        self.may_push: set[str] = set()
+        self.deleted_forks: set[str] = set()
         path = accounts.root / self.owner / f"{self.name}.git"
         self.git = GitRepository(path, default_branch)
         self._write_protection()
@@ -823,17 +894,27 @@ class Repo:
         """The commit at the tip of a branch, or None."""
         return self.git.sha(f"refs/heads/{name}")
 
-    def item(self, number: int) -> Issue | None:
-        """The issue or pull request of that number."""
+    def item(self, number: int, request: bool | None = None) -> Issue | None:
+        """The issue or pull request of that number; ``request`` says which."""
+        if request is not None:
+            return self.pulls.get(number) if request else self.issues.get(number)
         return self.issues.get(number) or self.pulls.get(number)
 
-    def next_number(self) -> int:
-        """Issues and pull requests are numbered in one sequence."""
-        return max([0, *self.issues, *self.pulls]) + 1
+    def next_number(self, request: bool = False) -> int:
+        """The next of the one sequence, or of the issues' or the requests' own."""
+        numbers = [*self.issues, *self.pulls]
+        if self.apart:
+            numbers = list(self.pulls if request else self.issues)
+        return max([0, *numbers]) + 1
 
     def is_protected(self, branch: str) -> bool:
         """Whether a rule refuses pushes to that branch."""
-        return any(fnmatch.fnmatchcase(branch, rule) for rule in self.protected)
+        return self.rule_of(branch) is not None
+
+    def rule_of(self, branch: str) -> str | None:
+        """The rule, a name or a glob, that protects the branch."""
+        found = (r for r in self.protected if fnmatch.fnmatchcase(branch, r))
+        return next(found, None)
 
     def protect(
         self,
@@ -859,13 +940,16 @@ class Repo:
         files: Mapping[str, str | bytes | None],
         message: str = "Change files",
         start: str | None = None,
+        user: str | None = None,
     ) -> str:
-        """Commit onto a branch (made at ``start``, else the default branch)."""
+        """Commit onto a branch (made at ``start``, else the default branch).
+
+        ``user`` is who pushed it, the owner unless said."""
         origin = start or f"refs/heads/{self.default_branch}"
         parent = self.branch(branch) or self.git.sha(origin)
         when = int(self.accounts.clock())
         made = self.git.commit(f"refs/heads/{branch}", files, message, parent, when)
-        self.sync_pulls()
+        self.sync_pulls(user)
         return made
 
     def delete_branch(self, branch: str) -> None:
@@ -881,6 +965,7 @@ class Repo:
         user: str | None = None,
         labels: Sequence[str] = (),
         state: str = "open",
+        confidential: bool = False,
     ) -> Issue:
         """File an issue under a given or the next number."""
         now = self.accounts.clock()
@@ -894,9 +979,22 @@ class Repo:
             updated_at=now,
             labels=list(labels),
             state=state,
+            confidential=confidential,
         )
         self.issues[issue.number] = issue
         return issue
+
+    def set_labels(self, number: int, labels: Sequence[str], user: str) -> Issue:
+        """Give an item other labels; each that came or went leaves its moment."""
+        item, now = _known(self, number), self.accounts.clock()
+        login = self.accounts.user(user).login
+        for name in (*item.labels, *labels):
+            added = name in labels
+            if added != (name in item.labels):
+                row = (self.accounts.new_id(), number, name, added, login, now)
+                self.label_moments.append(LabelMoment(*row))
+        item.labels, item.updated_at = list(dict.fromkeys(labels)), now
+        return item
 
     def add_collaborator(self, login: str, permission: str) -> None:
         """Give someone admin, maintain, write, triage or read (or none)."""
@@ -910,17 +1008,63 @@ class Repo:
         held = self.collaborators.get(login, "none")
         return "NONE" if held == "none" else "COLLABORATOR"
 
-    def add_comment(self, number: int, body: str, user: str) -> Comment:
+    def add_comment(
+        self, number: int, body: str, user: str, request: bool | None = None
+    ) -> Comment:
         """Comment on an issue or pull request."""
         now = self.accounts.clock()
         login = self.accounts.user(user).login
-        comment = Comment(self.accounts.new_id(), number, login, body, now, now)
-        self.comments.append(comment)
-        return comment
+        request = number not in self.issues if request is None else request
+        made = (self.accounts.new_id(), number, login, body, now, now, request)
+        self.comments.append(Comment(*made))
+        return self.comments[-1]
 
-    def comments_on(self, number: int) -> list[Comment]:
+    def add_event(
+        self, number: int, event: str, actor: str, label: str | None = None
+    ) -> IssueEvent:
+        """Note what somebody did to an issue or pull request."""
+        now = self.accounts.clock()
+        login = self.accounts.user(actor).login
+        noted = IssueEvent(self.accounts.new_id(), number, event, login, now, label)
+        self.events.append(noted)
+        return noted
+
+    def add_review(
+        self,
+        number: int,
+        state: str,
+        body: str | None,
+        user: str,
+        association: str | None = None,
+    ) -> Review:
+        """Review a pull request."""
+        pull, now = self.pulls[number], self.accounts.clock()
+        pull.updated_at = now
+        review = Review(
+            id=self.accounts.new_id(),
+            number=number,
+            user=self.accounts.user(user).login,
+            state=state.upper(),
+            body=body,
+            commit_id=pull.head_sha,
+            submitted_at=now,
+            association=association,
+        )
+        self.reviews.append(review)
+        return review
+
+    def add_activity(self, ref: str, before: str, after: str, actor: str) -> Activity:
+        """Note a push."""
+        now = self.accounts.clock()
+        login = self.accounts.user(actor).login
+        noted = Activity(self.accounts.new_id(), ref, before, after, login, now)
+        self.activity.append(noted)
+        return noted
+
+    def comments_on(self, number: int, request: bool | None = None) -> list[Comment]:
         """The conversation of one issue or pull request, oldest first."""
-        return [c for c in self.comments if c.number == number]
+        request = number not in self.issues if request is None else request
+        return [c for c in self.comments if (c.number, c.request) == (number, request)]
 
     def open_pull(
         self,
@@ -941,7 +1085,7 @@ class Repo:
         now = self.accounts.clock()
         pull = Pull(
             id=self.accounts.new_id(),
-            number=self.next_number(),
+            number=self.next_number(request=True),
             title=title,
             body=body,
             user=self.accounts.user(user or fork_owner or self.owner).login,
@@ -963,7 +1107,7 @@ class Repo:
     ) -> None:
         if pull.head_owner != self.owner:
             parent = self.branch(pull.base)
-            ref = f"refs/pull/{pull.number}/head"
+            ref = self.request_ref.format(n=pull.number)
             when = int(pull.created_at)
             message = f"Work of {pull.head_owner}"
             pull.head_sha = self.git.commit(ref, files or {}, message, parent, when)
@@ -972,7 +1116,7 @@ class Repo:
         elif self.branch(pull.head) is None:
             raise ValueError(f"{self.full_name} has no branch {pull.head}")
 
-    def sync_pulls(self) -> None:
+    def sync_pulls(self, pusher: str | None = None) -> None:
         """Bring refs/pull/N/head of open requests to where their branches are."""
         branches = self.branches
         for pull in self.pulls.values():
@@ -982,13 +1126,18 @@ class Repo:
             if tip is None:
                 self.close(pull)
             elif tip != pull.head_sha:
+                if pull.head_sha:
+                    ref, actor = f"refs/heads/{pull.head}", pusher or self.owner
+                    self.add_activity(ref, pull.head_sha, tip, actor)
+                    pull.updated_at = self.accounts.clock()
                 pull.head_sha = tip
-                self.git.git("update-ref", f"refs/pull/{pull.number}/head", tip)
+                self.git.git("update-ref", self.request_ref.format(n=pull.number), tip)
 
-    def close(self, item: Issue) -> None:
+    def close(self, item: Issue, by: str | None = None) -> None:
         """Close an issue or pull request."""
         item.state = "closed"
         item.closed_at = item.updated_at = self.accounts.clock()
+        self.add_event(item.number, "closed", by or self.owner)
 
 
 # ---------------------------------------------------------------------------
@@ -1218,6 +1367,60 @@ def comment_json(base: str, repo: Repo, comment: Comment) -> Json:
     }
 
 
+def event_json(base: str, repo: Repo, event: IssueEvent) -> Json:
+    """An issue event; its issue is as it stands now."""
+    shape: Json = {
+        "id": event.id,
+        "node_id": _node_id("IssueEvent", event.id),
+        "url": f"{base}/repos/{repo.full_name}/issues/events/{event.id}",
+        "actor": user_json(base, repo.accounts.user(event.actor)),
+        "event": event.event,
+        "commit_id": None,
+        "commit_url": None,
+        "created_at": iso_time(event.created_at),
+        "performed_via_github_app": None,
+        "issue": issue_json(base, repo, _known(repo, event.number)),
+    }
+    if event.label is not None:
+        label = label_json(base, repo, event.label)
+        shape["label"] = {"name": label["name"], "color": label["color"]}
+    return shape
+
+
+def review_json(base: str, repo: Repo, review: Review) -> Json:
+    """A review as the API lists it."""
+    url = f"{base}/repos/{repo.full_name}/pulls/{review.number}"
+    page = f"{_site(base)}/{repo.full_name}/pull/{review.number}"
+    html_url = f"{page}#pullrequestreview-{review.id}"
+    return {
+        "id": review.id,
+        "node_id": _node_id("PullRequestReview", review.id),
+        "user": user_json(base, repo.accounts.user(review.user)),
+        "body": review.body,
+        "state": review.state,
+        "html_url": html_url,
+        "pull_request_url": url,
+        "author_association": review.association or repo.association(review.user),
+        "_links": {"html": {"href": html_url}, "pull_request": {"href": url}},
+        "submitted_at": iso_time(review.submitted_at),
+        "commit_id": review.commit_id,
+    }
+
+
+def activity_json(base: str, repo: Repo, noted: Activity) -> Json:
+    """A row of a repository's activity."""
+    return {
+        "id": noted.id,
+        "node_id": _node_id("Push", noted.id),
+        "before": noted.before,
+        "after": noted.after,
+        "ref": noted.ref,
+        "timestamp": iso_time(noted.timestamp),
+        "activity_type": noted.activity_type,
+        "actor": user_json(base, repo.accounts.user(noted.actor)),
+    }
+
+
 def branch_json(base: str, repo: Repo, name: str, sha: str) -> Json:
     """A branch."""
     url = f"{base}/repos/{repo.full_name}"
@@ -1296,6 +1499,8 @@ def item_payload(
     if action in ("closed", "reopened"):
         item.state = "closed" if action == "closed" else "open"
         item.closed_at = item.updated_at if action == "closed" else None
+    if action in ("labeled", "unlabeled", "closed", "reopened"):
+        repo.add_event(number, action, sender, label)
     base = repo.accounts.base
     payload = _payload(repo, action, sender, base)
     if isinstance(item, Pull):
@@ -1334,6 +1539,7 @@ def comment_payload(
     item = _known(repo, number)
     base = repo.accounts.base
     comment = repo.add_comment(number, body, sender)
+    item.updated_at = comment.created_at
     payload = _payload(repo, action, sender, base)
     payload["issue"] = issue_json(base, repo, item)
     payload["comment"] = comment_json(base, repo, comment)
@@ -1352,22 +1558,12 @@ def review_payload(
 ) -> Json:
     """A `pull_request_review` submitted: approved, changes_requested, commented."""
     pull, base = repo.pulls[number], repo.accounts.base
-    shape = pull_json(base, repo, pull)
-    review_id = repo.accounts.new_id()
+    review = repo.add_review(number, state, body, sender, association)
+    shape = review_json(base, repo, review)
+    del shape["_links"]
     payload = _payload(repo, "submitted", sender, base)
-    payload["pull_request"] = shape
-    payload["review"] = {
-        "id": review_id,
-        "node_id": _node_id("PullRequestReview", review_id),
-        "user": payload["sender"],
-        "body": body,
-        "commit_id": pull.head_sha,
-        "submitted_at": iso_time(repo.accounts.clock()),
-        "state": state,
-        "html_url": f"{shape['html_url']}#pullrequestreview-{review_id}",
-        "pull_request_url": shape["url"],
-        "author_association": association or repo.association(sender),
-    }
+    payload["pull_request"] = pull_json(base, repo, pull)
+    payload["review"] = shape | {"state": state}
     return payload
 
 
@@ -1703,11 +1899,54 @@ def post_comment(call: Call) -> Reply:
     return json_reply(201, shape, Location=str(shape["url"]))
 
 
+@GITHUB("GET", "/repos/{owner}/{name}/issues/events", "issues:read")
+def get_issue_events(call: Call) -> Reply:
+    """Newest first, and with no other choice."""
+    events = sorted(call.repo.events, key=lambda event: -event.id)
+    return paginated(call, [event_json(call.base, call.repo, e) for e in events])
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/issues/comments", "issues|pull_requests:read")
+def get_all_comments(call: Call) -> Reply:
+    """By id unless ``sort`` says else; ``since`` is about the last change."""
+    query = call.request.query
+    since = query.get("since", "")
+    rows = [c for c in call.repo.comments if iso_time(c.updated_at) >= since]
+    by = query.get("sort")
+    if by in ("created", "updated"):
+        down = query.get("direction", "desc") == "desc"
+        rows.sort(key=lambda c: (getattr(c, f"{by}_at"), c.id), reverse=down)
+    return paginated(call, [comment_json(call.base, call.repo, c) for c in rows])
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/pulls/{number}/reviews", "pull_requests:read")
+def get_reviews(call: Call) -> Reply:
+    number = call.pull().number
+    rows = [review for review in call.repo.reviews if review.number == number]
+    return paginated(call, [review_json(call.base, call.repo, r) for r in rows])
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/activity", "contents:read")
+def get_activity(call: Call) -> Reply:
+    """Newest first; the pages of the real one are found by its Link header."""
+    ref = call.request.query.get("ref", "")
+    full = ref if not ref or ref.startswith("refs/") else f"refs/heads/{ref}"
+    rows = [noted for noted in call.repo.activity if full in ("", noted.ref)]
+    rows.reverse()
+    size = max(1, min(100, _number(call.request.query, "per_page", 30)))
+    shapes = [activity_json(call.base, call.repo, noted) for noted in rows[:size]]
+    return json_reply(200, shapes)
+
+
 @GITHUB("GET", "/repos/{owner}/{name}/pulls", "pull_requests:read")
 def get_pulls(call: Call) -> Reply:
     query = call.request.query
-    pulls = sorted(call.repo.pulls.values(), key=lambda p: -p.number)
-    if query.get("direction") == "asc":
+    by = "updated_at" if query.get("sort") == "updated" else "created_at"
+    pulls = sorted(
+        call.repo.pulls.values(), key=lambda p: (getattr(p, by), p.number), reverse=True
+    )
+    down = "asc" if by == "updated_at" else "desc"
+    if query.get("direction", down) == "asc":
         pulls.reverse()
     rows = [pull for pull in pulls if _pull_selected(pull, query)]
     return paginated(call, [pull_json(call.base, call.repo, pull) for pull in rows])
@@ -1787,7 +2026,9 @@ def patch_pull(call: Call) -> Reply:
     pull.body = body if "body" in shape else pull.body
     pull.updated_at = call.data.accounts.clock()
     if state == "closed" and pull.state == "open":
-        call.repo.close(pull)
+        call.repo.close(pull, call.caller)
+    if state == "open" and pull.state == "closed":
+        call.repo.add_event(pull.number, "reopened", call.caller)
     pull.state = state
     call.repo.sync_pulls()
     return json_reply(200, pull_detail_json(call.base, call.repo, pull))
@@ -1956,6 +2197,8 @@ class FakeForge(FakeServer):
     api_prefixes: ClassVar[tuple[str, ...]]
     git_path: ClassVar[re.Pattern[str]]
     realm: ClassVar[str]
+    request_ref: ClassVar[str] = "refs/pull/{n}/head"
+    apart: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -1997,7 +2240,8 @@ class FakeForge(FakeServer):
 
         ``issues`` maps a number to the keyword arguments of `Repo.add_issue`,
         ``collaborators`` a login to its permission."""
-        repo = Repo(self.data.accounts, full_name, default_branch, private)
+        like = (self.request_ref, self.apart)
+        repo = Repo(self.data.accounts, full_name, default_branch, private, *like)
         self.data.repos[full_name] = repo
         repo.commit(default_branch, files or {"README.md": "# Sample\n"}, "Begin")
         for number, fields in (issues or {}).items():
@@ -2084,7 +2328,7 @@ class FakeForge(FakeServer):
         reply = serve_git(repo.git.path, operation, request, token.login, scope)
         if operation == "git-receive-pack":
             with self.lock:
-                repo.sync_pulls()
+                repo.sync_pulls(token.login)
         return reply
 
     def _api(self, request: Request) -> Reply:
@@ -2192,6 +2436,414 @@ class FakeGitHub(FakeForge):
         return reply
 
 
+GITLAB = Routes()
+_ACCESS_LEVELS = {"admin": 50, "maintain": 40, "write": 30, "triage": 15, "read": 10}
+_DRAFT = re.compile(r"(?i)\s*(\[draft\]|\(draft\)|draft:)")
+_QUICK_ACTION = re.compile(r"(?m)^/(?P<name>close|merge|label)\b *(?P<rest>.*)$\n?")
+
+
+def gitlab_time(seconds: float) -> str:
+    """A time as GitLab's webhooks mostly write it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def gitlab_user_json(base: str, user: User) -> Json:
+    """An account."""
+    shape = {"id": user.id, "username": user.login, "name": user.login}
+    site = base.removesuffix("/api/v4")
+    return shape | {"state": "active", "web_url": f"{site}/{user.login}"}
+
+
+def gitlab_project_json(base: str, repo: Repo) -> Json:
+    """A project."""
+    site = base.removesuffix("/api/v4")
+    return {
+        "id": repo.id,
+        "name": repo.name,
+        "path": repo.name,
+        "path_with_namespace": repo.full_name,
+        "default_branch": repo.default_branch,
+        "visibility": "private" if repo.private else "public",
+        "http_url_to_repo": f"{site}/{repo.full_name}.git",
+        "web_url": f"{site}/{repo.full_name}",
+        "created_at": iso_time(repo.created_at),
+    }
+
+
+def gitlab_item_json(base: str, repo: Repo, item: Issue) -> Json:
+    """An issue or a merge request, as the API gives it."""
+    site = f"{base.removesuffix('/api/v4')}/{repo.full_name}"
+    request = isinstance(item, Pull)
+    kind = "merge_requests" if request else "issues"
+    state = {"open": "opened"}.get(item.state, item.state)
+    shape = {
+        "id": item.id,
+        "iid": item.number,
+        "project_id": repo.id,
+        "title": item.title,
+        "description": item.body,
+        "state": state,
+        "labels": list(item.labels),
+        "author": gitlab_user_json(base, repo.accounts.user(item.user)),
+        "created_at": iso_time(item.created_at),
+        "updated_at": iso_time(item.updated_at),
+        "closed_at": _iso_or_none(item.closed_at),
+        "user_notes_count": len(repo.comments_on(item.number, request)),
+        "web_url": f"{site}/-/{kind}/{item.number}",
+    }
+    if not isinstance(item, Pull):
+        return shape | {"confidential": item.confidential, "issue_type": "issue"}
+    if item.merged:
+        shape["state"] = "merged"
+    return shape | _merge_request_part(repo, item)
+
+
+def _source_id(repo: Repo, pull: Pull) -> int | None:
+    """The project of the head: this one, a fork, or none when that is deleted."""
+    if pull.head_owner in (repo.owner, ""):
+        return repo.id if pull.head_owner else None
+    return repo.id + 500_000
+
+
+def _merge_request_part(repo: Repo, pull: Pull) -> Json:
+    draft = bool(_DRAFT.match(pull.title))
+    return {
+        "source_branch": pull.head,
+        "target_branch": pull.base,
+        "source_project_id": _source_id(repo, pull),
+        "target_project_id": repo.id,
+        "draft": draft,
+        "work_in_progress": draft,
+        "sha": pull.head_sha,
+        "merge_status": "checking",
+    }
+
+
+def gitlab_note_json(base: str, repo: Repo, comment: Comment) -> Json:
+    """A note of the conversation."""
+    return {
+        "id": comment.id,
+        "body": comment.body,
+        "author": gitlab_user_json(base, repo.accounts.user(comment.user)),
+        "created_at": iso_time(comment.created_at),
+        "updated_at": iso_time(comment.updated_at),
+        "system": False,
+        "noteable_iid": comment.number,
+        "noteable_type": "MergeRequest" if comment.request else "Issue",
+        "internal": False,
+    }
+
+
+def _gitlab_label(name: str) -> Json:
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    return {"id": number, "title": name, "type": "ProjectLabel"}
+
+
+def _gitlab_payload(repo: Repo, kind: str, sender: str) -> Json:
+    base = f"{repo.accounts.base}/api/v4"
+    user = gitlab_user_json(base, repo.accounts.user(sender))
+    user |= {"email": "[REDACTED]"}
+    project = gitlab_project_json(base, repo)
+    return {
+        "object_kind": kind,
+        "event_type": kind,
+        "user": user,
+        "project": project,
+        "repository": {"name": repo.name, "homepage": project["web_url"]},
+    }
+
+
+def _gitlab_attributes(repo: Repo, item: Issue) -> Json:
+    """An issue or merge request, as a webhook gives it."""
+    shape = gitlab_item_json(f"{repo.accounts.base}/api/v4", repo, item)
+    shape |= {"author_id": shape.pop("author")["id"], "url": shape.pop("web_url")}
+    shape["labels"] = [_gitlab_label(name) for name in item.labels]
+    for name in ("created_at", "updated_at"):
+        shape[name] = gitlab_time(getattr(item, name))
+    if isinstance(item, Pull):
+        path = f"{item.head_owner}/{repo.name}"
+        shape["source"] = {"path_with_namespace": path} if item.head_owner else None
+        shape["target"] = {"path_with_namespace": repo.full_name}
+        shape["last_commit"] = {"id": item.head_sha}
+    return shape
+
+
+def gitlab_payload(
+    repo: Repo,
+    number: int,
+    action: str,
+    sender: str,
+    label: str | None = None,
+    request: bool = False,
+    **changes: Any,
+) -> Json:
+    """An ``issue`` delivery or, with ``request``, a ``merge_request`` one.
+
+    With ``label`` that label is put on; ``close`` and ``reopen`` change the state.
+    ``changes`` are the changed fields of an ``update``."""
+    item = repo.item(number, request)
+    if item is None:
+        raise ValueError(f"{repo.full_name} has no such item: {number}")
+    item.updated_at = repo.accounts.clock()
+    before = [_gitlab_label(name) for name in item.labels]
+    if label is not None and label not in item.labels:
+        item.labels.append(label)
+        now = [_gitlab_label(name) for name in item.labels]
+        changes = {"labels": {"previous": before, "current": now}, **changes}
+    if action in ("close", "reopen"):
+        item.state = "closed" if action == "close" else "open"
+    payload = _gitlab_payload(repo, "merge_request" if request else "issue", sender)
+    payload["object_attributes"] = _gitlab_attributes(repo, item) | {"action": action}
+    payload["labels"] = [_gitlab_label(name) for name in item.labels]
+    payload["changes"] = changes
+    return payload
+
+
+def gitlab_note_payload(
+    repo: Repo,
+    number: int,
+    body: str,
+    sender: str,
+    request: bool = False,
+    internal: bool = False,
+) -> Json:
+    """A ``note`` delivery; the note is there from then on."""
+    item = repo.item(number, request)
+    if item is None:
+        raise ValueError(f"{repo.full_name} has no such item: {number}")
+    comment = repo.add_comment(number, body, sender, request)
+    payload = _gitlab_payload(repo, "note", sender)
+    kind = "merge_request" if request else "issue"
+    payload[kind] = _gitlab_attributes(repo, item)
+    payload["object_attributes"] = {
+        "id": comment.id,
+        "note": body,
+        "noteable_type": "MergeRequest" if request else "Issue",
+        "noteable_id": item.id,
+        "author_id": payload["user"]["id"],
+        "created_at": gitlab_time(comment.created_at),
+        "updated_at": gitlab_time(comment.updated_at),
+        "system": False,
+        "internal": internal,
+        "action": "create",
+    }
+    if internal:
+        payload["event_type"] = "confidential_note"
+    return payload
+
+
+def gitlab_delivery(
+    payload: Json, secret: str, guid: str, when: float | None = None
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a delivery: signed at ``when`` (unix seconds) by a signing
+    token, else with the secret token in plain (19.0 and 17.4)."""
+    body = json.dumps(payload, separators=(",", ":"), ensure_ascii=False).encode()
+    kind = str(payload.get("event_type", payload["object_kind"]))
+    hidden = "Confidential " if kind.startswith("confidential") else ""
+    name = kind.removeprefix("confidential_").replace("work_item", "issue")
+    headers = {
+        "Content-Type": "application/json",
+        "User-Agent": "GitLab/19.1.0",
+        "X-Gitlab-Event": f"{hidden}{name.replace('_', ' ').title()} Hook",
+        "X-Gitlab-Event-UUID": secrets.token_hex(16),
+        "Idempotency-Key": guid,
+        "webhook-id": guid,
+        "webhook-timestamp": str(int(time.time() if when is None else when)),
+    }
+    if not secret.startswith("whsec_"):
+        return headers | {"X-Gitlab-Token": secret}, body
+    key = base64.b64decode(secret.removeprefix("whsec_"))
+    text = f"{guid}.{headers['webhook-timestamp']}.".encode() + body
+    mac = hmac.new(key, text, "sha256").digest()
+    return headers | {"webhook-signature": f"v1,{base64.b64encode(mac).decode()}"}, body
+
+
+def gitlab_page(call: Call, rows: Sequence[Json]) -> Reply:
+    """One page of a list with GitLab's headers (20 a page, at most 100)."""
+    query = call.request.query
+    size = max(1, min(100, _number(query, "per_page", 20)))
+    page = max(1, _number(query, "page", 1))
+    more = len(rows) > page * size
+    reply = json_reply(200, rows[(page - 1) * size : page * size])
+    following = {"X-Per-Page": str(size), "X-Page": str(page), "X-Next-Page": ""}
+    if more:
+        url = call.base + call.request.path.removeprefix("/api/v4")
+        asked = urllib.parse.urlencode({**query, "page": page + 1})
+        following |= {"X-Next-Page": str(page + 1)}
+        following |= {"Link": f'<{url}?{asked}>; rel="next"'}
+    reply.headers |= following
+    return reply
+
+
+@GITLAB("GET", "/user")
+def gitlab_user(call: Call) -> Reply:
+    user = call.data.accounts.user(call.caller)
+    return json_reply(200, gitlab_user_json(call.base, user))
+
+
+@GITLAB("GET", "/projects/{project}", "metadata:read")
+def gitlab_project(call: Call) -> Reply:
+    return json_reply(200, gitlab_project_json(call.base, call.repo))
+
+
+@GITLAB("GET", "/projects/{project}/members/all/{number}", "metadata:read")
+def gitlab_member(call: Call) -> Reply:
+    number, people = int(call.args["number"]), call.data.accounts.users.values()
+    user = next((user for user in people if user.id == number), None)
+    role = call.repo.collaborators.get(user.login, "none") if user else "none"
+    if user is None or role not in _ACCESS_LEVELS:
+        raise Refused(404, "404 Not found")
+    level = {"access_level": _ACCESS_LEVELS[role], "membership_state": "active"}
+    return json_reply(200, gitlab_user_json(call.base, user) | level)
+
+
+@GITLAB("GET", "/projects/{project}/repository/branches/{branch}", "contents:read")
+def gitlab_branch(call: Call) -> Reply:
+    name = call.args["branch"]
+    sha = call.repo.branch(name)
+    if sha is None:
+        raise Refused(404, "404 Branch Not Found")
+    protected = call.repo.is_protected(name)
+    shape = {"name": name, "commit": {"id": sha}, "protected": protected}
+    shape |= {"developers_can_push": False, "can_push": not protected}
+    return json_reply(200, shape | {"default": name == call.repo.default_branch})
+
+
+def _gitlab_item(call: Call) -> Issue:
+    request = {"merge_requests": True, "issues": False}.get(call.args["kind"])
+    found = call.repo.item(int(call.args["number"]), request)
+    if found is None or request is None:
+        raise Refused(404, "404 Not found")
+    return found
+
+
+@GITLAB("GET", "/projects/{project}/{kind}/{number}", "issues|pull_requests:read")
+def gitlab_item(call: Call) -> Reply:
+    return json_reply(200, gitlab_item_json(call.base, call.repo, _gitlab_item(call)))
+
+
+@GITLAB("GET", "/projects/{project}/{kind}/{number}/notes", "issues:read")
+def gitlab_notes(call: Call) -> Reply:
+    item = _gitlab_item(call)
+    notes = call.repo.comments_on(item.number, isinstance(item, Pull))
+    rows = [gitlab_note_json(call.base, call.repo, note) for note in reversed(notes)]
+    return gitlab_page(call, rows)
+
+
+@GITLAB("POST", "/projects/{project}/{kind}/{number}/notes", "issues:write")
+def gitlab_post_note(call: Call) -> Reply:
+    item = _gitlab_item(call)
+    text = call.body().get("body")
+    if not isinstance(text, str) or not text.strip():
+        raise Refused(400, "400 Bad request - Note can't be blank")
+    left = _obey(item, text)
+    if not left.strip():
+        return json_reply(202, {"commands_changes": {}, "summary": ["Applied."]})
+    note = call.repo.add_comment(item.number, left, call.caller, isinstance(item, Pull))
+    return json_reply(201, gitlab_note_json(call.base, call.repo, note))
+
+
+def _obey(item: Issue, text: str) -> str:
+    """Do what the quick actions in a text say; the text without them."""
+    for action in _QUICK_ACTION.finditer(text):
+        if action["name"] == "merge" and isinstance(item, Pull):
+            item.merged, item.state = True, "closed"
+        elif action["name"] == "close":
+            item.state = "closed"
+        elif action["name"] == "label":
+            item.labels.append(action["rest"].lstrip("~"))
+    return _QUICK_ACTION.sub("", text)
+
+
+@GITLAB("GET", "/projects/{project}/merge_requests", "pull_requests:read")
+def gitlab_merge_requests(call: Call) -> Reply:
+    query = call.request.query
+    state = {"opened": "open"}.get(query.get("state", "all"), query.get("state", "all"))
+    rows = [
+        gitlab_item_json(call.base, call.repo, pull)
+        for pull in sorted(call.repo.pulls.values(), key=lambda p: -p.number)
+        if state in ("all", pull.state)
+        and query.get("source_branch", pull.head) == pull.head
+    ]
+    return gitlab_page(call, rows)
+
+
+@GITLAB("POST", "/projects/{project}/merge_requests", "pull_requests:write")
+def gitlab_post_merge_request(call: Call) -> Reply:
+    shape, repo = call.body(), call.repo
+    head, base = str(shape.get("source_branch")), str(shape.get("target_branch"))
+    for pull in repo.pulls.values():
+        same = (pull.head, pull.head_owner, pull.base) == (head, repo.owner, base)
+        if same and pull.state == "open":
+            text = "Another open merge request already exists for this source branch"
+            raise Refused(409, f"{text}: !{pull.number}")
+    if repo.branch(head) is None or repo.branch(base) is None:
+        raise Refused(400, "Source or target branch does not exist")
+    title = str(shape.get("title") or "")
+    if not title.strip() or len(title) > 255:
+        raise Refused(400, "title is missing or too long (maximum is 255 characters)")
+    made = repo.open_pull(head, title, shape.get("description"), base, call.caller)
+    made.body = _obey(made, made.body or "")
+    return json_reply(201, gitlab_item_json(call.base, repo, made))
+
+
+@GITLAB("PUT", "/projects/{project}/merge_requests/{number}", "pull_requests:write")
+def gitlab_put_merge_request(call: Call) -> Reply:
+    pull, shape = call.pull(), call.body()
+    pull.title = shape.get("title") or pull.title
+    if shape.get("state_event") == "close":
+        call.repo.close(pull)
+    return json_reply(200, gitlab_item_json(call.base, call.repo, pull))
+
+
+class FakeGitLab(FakeForge):
+    """A GitLab: REST under /api/v4, git at /{group}/…/{project}.git."""
+
+    kind = "gitlab"
+    routes = GITLAB
+    api_prefixes = ("/api/v4",)
+    git_path = re.compile(
+        r"/(?P<project>.+?)(\.git)?"
+        r"/(?P<operation>info/refs|git-upload-pack|git-receive-pack)"
+    )
+    realm = "GitLab"
+    request_ref = "refs/merge-requests/{n}/head"
+    apart = True
+
+    def credential(self, request: Request) -> str:
+        """A PRIVATE-TOKEN header, else as everywhere."""
+        return request.headers.get("private-token") or super().credential(request)
+
+    def repo_name(self, args: Mapping[str, str]) -> str | None:
+        """A path with namespace, or a project's id."""
+        project = args.get("project")
+        by_id = {str(repo.id): name for name, repo in self.repos.items()}
+        return by_id.get(project or "", project)
+
+    def refused(self, refusal: Refused) -> Reply:
+        """An error in GitLab's shape."""
+        return json_reply(refusal.status, {"message": refusal.message})
+
+    def admit(self, call: Call, needs: str) -> None:
+        """Raise 401 without a valid token, 404 out of sight, 403 without the right."""
+        if call.token is None:
+            raise Refused(401, "401 Unauthorized")
+        if call.full_name is None:
+            return
+        if self.data.repo(call.full_name, call.token) is None:
+            raise Refused(404, "404 Project Not Found")
+        names, _, level = needs.partition(":")
+        if not any(call.token.may(name, level) for name in names.split("|")):
+            raise Refused(403, "403 Forbidden")
+
+    def label(
+        self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issue`` delivery, action ``update``, with the label in ``changes``."""
+        payload = gitlab_payload(repo, number, "update", login, label)
+        return gitlab_delivery(payload, secret, guid, self.clock())
+
+
 def _state(repo: Repo) -> Json:
     return {
         "refs": repo.refs,
@@ -2232,6 +2884,482 @@ def _with_etag(request: Request, reply: Reply) -> Reply:
     if tag in request.headers.get("if-none-match", ""):
         reply.status, reply.body = 304, b""
     return reply
+
+
+# ---------------------------------------------------------------------------
+# Forgejo
+#
+# The dialect of Forgejo and Gitea: shapes, deliveries, API (sources of both,
+# `services/convert`, `services/webhook`, `routers/api/v1/repo`). Kept are the ways in
+# which it is not GitHub: comments come all at once, a page holds what the server says,
+# only a repository's administrator learns permissions, `pull_request` is null on an
+# issue, a second request is a 409, a change answers 201.
+# ---------------------------------------------------------------------------
+
+FORGEJO = Routes()
+_FORGEJO_PAGE_MAX = 50
+_NEVER = "0001-01-01T00:00:00Z"
+_FORGEJO_ROLES = {"maintain": "write", "triage": "read"}
+
+
+def forgejo_user(base: str, user: User) -> Json:
+    """An account: nothing tells a bot."""
+    return {
+        "id": user.id,
+        "login": user.login,
+        "login_name": "",
+        "full_name": "",
+        "email": f"{user.login}@noreply.example",
+        "avatar_url": f"{_forgejo_site(base)}/avatars/{user.id}",
+        "is_admin": False,
+        "last_login": _NEVER,
+        "created": _NEVER,
+        "username": user.login,
+    }
+
+
+def _forgejo_site(base: str) -> str:
+    return base.removesuffix("/api/v1")
+
+
+def forgejo_repo(base: str, repo: Repo) -> Json:
+    """A repository; ``permissions`` are the asker's, or somebody else's."""
+    page = f"{_forgejo_site(base)}/{repo.full_name}"
+    return {
+        "id": repo.id,
+        "owner": forgejo_user(base, repo.accounts.user(repo.owner)),
+        "name": repo.name,
+        "full_name": repo.full_name,
+        "description": "",
+        "empty": False,
+        "private": repo.private,
+        "fork": False,
+        "parent": None,
+        "html_url": page,
+        "clone_url": f"{page}.git",
+        "default_branch": repo.default_branch,
+        "archived": False,
+        "created_at": iso_time(repo.created_at),
+        "updated_at": iso_time(repo.created_at),
+        "permissions": {"admin": True, "push": True, "pull": True},
+    }
+
+
+def forgejo_label(base: str, repo: Repo, name: str) -> Json:
+    """A label."""
+    shape = label_json(base, repo, name)
+    return {n: shape[n] for n in ("id", "name", "color", "url")} | {"description": ""}
+
+
+def _forgejo_item(base: str, repo: Repo, item: Issue) -> Json:
+    kind = "pulls" if isinstance(item, Pull) else "issues"
+    return {
+        "id": item.id,
+        "url": f"{base}/repos/{repo.full_name}/{kind}/{item.number}",
+        "number": item.number,
+        "user": forgejo_user(base, repo.accounts.user(item.user)),
+        "title": item.title,
+        "body": item.body or "",
+        "labels": [forgejo_label(base, repo, name) for name in item.labels],
+        "milestone": None,
+        "assignee": None,
+        "assignees": None,
+        "state": item.state,
+        "is_locked": False,
+        "comments": len(repo.comments_on(item.number)),
+        "html_url": f"{_forgejo_site(base)}/{repo.full_name}/{kind}/{item.number}",
+        "created_at": iso_time(item.created_at),
+        "updated_at": iso_time(item.updated_at),
+        "closed_at": _iso_or_none(item.closed_at),
+        "due_date": None,
+    }
+
+
+def forgejo_issue(base: str, repo: Repo, item: Issue) -> Json:
+    """An issue, or a pull request seen as one."""
+    request = isinstance(item, Pull) and {"merged": item.merged, "merged_at": None}
+    where = {"id": repo.id, "name": repo.name, "owner": repo.owner}
+    return _forgejo_item(base, repo, item) | {
+        "repository": where | {"full_name": repo.full_name},
+        "pull_request": request or None,
+    }
+
+
+def forgejo_pull(base: str, repo: Repo, pull: Pull) -> Json:
+    """A pull request; ``head.repo`` is null once a fork was deleted."""
+    head = _forgejo_side(base, repo, pull.head_owner, pull.head, pull.head_sha)
+    target = _base_sha(repo, pull)
+    return _forgejo_item(base, repo, pull) | {
+        "draft": pull.draft,
+        "mergeable": True,
+        "merged": pull.merged,
+        "merged_at": _iso_or_none(pull.closed_at) if pull.merged else None,
+        "merge_commit_sha": None,
+        "merged_by": None,
+        "requested_reviewers": None,
+        "merge_base": target,
+        "head": head,
+        "base": _forgejo_side(base, repo, repo.owner, pull.base, target),
+    }
+
+
+def _forgejo_side(base: str, repo: Repo, owner: str, branch: str, sha: str) -> Json:
+    shape: Json | None = forgejo_repo(base, repo)
+    number = repo.id
+    if owner != repo.owner and shape:
+        number += 500_000
+        shape |= {"id": number, "full_name": f"{owner}/{repo.name}", "fork": True}
+        if owner in repo.deleted_forks:
+            shape, branch = None, "unknown repository"
+    return {
+        "label": branch,
+        "ref": branch,
+        "sha": sha,
+        "repo_id": number,
+        "repo": shape,
+    }
+
+
+def forgejo_comment(base: str, repo: Repo, comment: Comment) -> Json:
+    """A comment; of two addresses one is empty."""
+    item = repo.item(comment.number)
+    kind = "pulls" if isinstance(item, Pull) else "issues"
+    page = f"{_forgejo_site(base)}/{repo.full_name}/{kind}/{comment.number}"
+    return {
+        "id": comment.id,
+        "html_url": f"{page}#issuecomment-{comment.id}",
+        "pull_request_url": page if kind == "pulls" else "",
+        "issue_url": page if kind == "issues" else "",
+        "user": forgejo_user(base, repo.accounts.user(comment.user)),
+        "body": comment.body,
+        "created_at": iso_time(comment.created_at),
+        "updated_at": iso_time(comment.updated_at),
+    }
+
+
+def forgejo_delivery(
+    event: str,
+    payload: Json,
+    secret: str,
+    guid: str,
+    form: bool = False,
+    brands: Sequence[str] = ("Forgejo", "Gitea", "Gogs"),
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body; the JSON is signed, also inside a form, and every brand's
+    headers are sent, GitHub's among them. Gitea's ``brands`` lack Forgejo."""
+    text = json.dumps(payload, indent=2, ensure_ascii=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    body, kind = text.encode(), "application/json"
+    hexes = {name: _mac(secret, body, name) if secret else "" for name in _MACS}
+    if form:
+        body = urllib.parse.urlencode({"payload": text}).encode()
+        kind = "application/x-www-form-urlencoded"
+    headers = {"Content-Type": kind, "User-Agent": "Go-http-client/1.1"}
+    for brand in (*brands, "GitHub"):
+        headers |= {
+            f"X-{brand}-Event": event,
+            f"X-{brand}-Event-Type": event,
+            f"X-{brand}-Delivery": guid,
+        }
+    headers |= {f"X-{brand}-Signature": hexes["sha256"] for brand in brands}
+    headers["X-Hub-Signature"] = "sha1=" + hexes["sha1"]
+    headers["X-Hub-Signature-256"] = "sha256=" + hexes["sha256"]
+    return headers, body
+
+
+_MACS = ("sha1", "sha256")
+
+
+def forgejo_payload(
+    repo: Repo,
+    number: int,
+    action: str,
+    sender: str,
+    labels: Sequence[str] | None = None,
+    told: bool = False,
+) -> Json:
+    """An `issues` delivery, or `pull_request` when the number is one.
+
+    ``label_updated`` gives the item ``labels`` and says nothing of what changed
+    unless ``told``, as Gitea does since 1.25; ``label_cleared`` takes all off and
+    lists them still."""
+    item, base = _known(repo, number), f"{repo.accounts.base}/api/v1"
+    item.updated_at = repo.accounts.clock()
+    before = list(item.labels)
+    if labels is not None:
+        repo.set_labels(number, labels, sender)
+    if action in ("closed", "reopened"):
+        item.state = "closed" if action == "closed" else "open"
+        item.closed_at = item.updated_at if action == "closed" else None
+    payload = _forgejo_envelope(repo, action, sender)
+    payload["number"] = number
+    is_pull = isinstance(item, Pull)
+    shape = forgejo_pull if is_pull else forgejo_issue
+    made = payload["pull_request" if is_pull else "issue"] = shape(
+        base,
+        repo,
+        item,  # type: ignore[arg-type]
+    )
+    if action == "label_cleared":
+        made["labels"] = [forgejo_label(base, repo, name) for name in before]
+        repo.set_labels(number, (), sender)
+    if told:
+        came = [forgejo_label(base, repo, n) for n in item.labels if n not in before]
+        went = [forgejo_label(base, repo, n) for n in before if n not in item.labels]
+        payload["changes"] = {
+            "added_labels": came or None,
+            "removed_labels": went or None,
+        }
+    return payload
+
+
+def _forgejo_envelope(repo: Repo, action: str, sender: str) -> Json:
+    base = f"{repo.accounts.base}/api/v1"
+    return {
+        "action": action,
+        "repository": forgejo_repo(base, repo),
+        "sender": forgejo_user(base, repo.accounts.user(sender)),
+    }
+
+
+def forgejo_comment_payload(
+    repo: Repo, number: int, body: str, sender: str, action: str = "created"
+) -> Json:
+    """An `issue_comment` delivery; the comment is there from then on."""
+    item, base = _known(repo, number), f"{repo.accounts.base}/api/v1"
+    comment = repo.add_comment(number, body, sender)
+    item.updated_at = comment.created_at
+    payload = _forgejo_envelope(repo, action, sender)
+    payload["issue"] = forgejo_issue(base, repo, item)
+    payload["comment"] = forgejo_comment(base, repo, comment)
+    payload["is_pull"] = isinstance(item, Pull)
+    if isinstance(item, Pull):
+        payload["pull_request"] = forgejo_pull(base, repo, item)
+    return payload
+
+
+def forgejo_review_payload(
+    repo: Repo, number: int, verdict: str, body: str, sender: str
+) -> Json:
+    """A review (approved, rejected, comment); the event is `pull_request_<verdict>`."""
+    payload = _forgejo_envelope(repo, "reviewed", sender)
+    base = f"{repo.accounts.base}/api/v1"
+    payload["number"] = number
+    payload["pull_request"] = forgejo_pull(base, repo, repo.pulls[number])
+    payload["requested_reviewer"] = payload["sender"]
+    payload["review"] = {"type": f"pull_request_review_{verdict}", "content": body}
+    return payload
+
+
+def forgejo_rows(call: Call, rows: Sequence[Json]) -> Reply:
+    """One page; how many rows that are is the server's decision in the end."""
+    query = call.request.query
+    size = min(_FORGEJO_PAGE_MAX, _number(query, "limit", 30))
+    page = max(1, _number(query, "page", 1))
+    return json_reply(
+        200,
+        rows[(page - 1) * size : page * size],
+        **{"X-Total-Count": str(len(rows))},
+    )
+
+
+@FORGEJO("GET", "/version")
+def forgejo_version(call: Call) -> Reply:
+    return json_reply(200, {"version": "13.0.0+gitea-1.22.0"})
+
+
+@FORGEJO("GET", "/user")
+def forgejo_get_user(call: Call) -> Reply:
+    user = call.data.accounts.user(call.caller)
+    return json_reply(200, forgejo_user(call.base, user))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}", "metadata:read")
+def forgejo_get_repo(call: Call) -> Reply:
+    return json_reply(200, forgejo_repo(call.base, call.repo))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/branches/{branch+}", "contents:read")
+def forgejo_get_branch(call: Call) -> Reply:
+    name = call.args["branch"]
+    sha, ruled = call.repo.branch(name), call.repo.is_protected(name)
+    if sha is None:
+        raise Refused(404, "The target couldn't be found.")
+    shape = {
+        "name": name,
+        "commit": {"id": sha, "message": ""},
+        "protected": ruled,
+        "required_approvals": 0,
+        "enable_status_check": False,
+        "status_check_contexts": [],
+        "user_can_push": not ruled or call.caller in call.repo.may_push,
+        "user_can_merge": True,
+        "effective_branch_protection_name": call.repo.rule_of(name) or "",
+    }
+    return json_reply(200, shape)
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/issues/{number}", "issues:read")
+def forgejo_get_issue(call: Call) -> Reply:
+    return json_reply(200, forgejo_issue(call.base, call.repo, call.item()))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/issues/{number}/comments", "issues:read")
+def forgejo_get_comments(call: Call) -> Reply:
+    """All at once: this list knows no pages."""
+    found = call.repo.comments_on(call.item().number)
+    return json_reply(200, [forgejo_comment(call.base, call.repo, c) for c in found])
+
+
+@FORGEJO("POST", "/repos/{owner}/{name}/issues/{number}/comments", "issues:write")
+def forgejo_post_comment(call: Call) -> Reply:
+    item = call.item()
+    body = call.text(call.body(), "body", 2**24, "Comment")
+    if not body:
+        raise Refused(422, "[Body]: Required")
+    comment = call.repo.add_comment(item.number, body, call.caller)
+    item.updated_at = comment.created_at
+    return json_reply(201, forgejo_comment(call.base, call.repo, comment))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/issues/{number}/timeline", "issues:read")
+def forgejo_get_timeline(call: Call) -> Reply:
+    """Comments and labels that came or went, oldest first."""
+    number, repo = call.item().number, call.repo
+    rows: list[tuple[float, Json]] = [
+        (c.created_at, forgejo_comment(call.base, repo, c) | {"type": "comment"})
+        for c in repo.comments_on(number)
+    ]
+    for moment in repo.label_moments:
+        if moment.number == number:
+            shape = {
+                "id": moment.id,
+                "type": "label",
+                "user": forgejo_user(call.base, repo.accounts.user(moment.user)),
+                "body": "1" if moment.added else "",
+                "created_at": iso_time(moment.at),
+                "updated_at": iso_time(moment.at),
+                "label": forgejo_label(call.base, repo, moment.label),
+            }
+            rows.append((moment.at, shape))
+    since = call.request.query.get("since", "")
+    found = [row for at, row in sorted(rows, key=_first) if iso_time(at) >= since]
+    return forgejo_rows(call, found)
+
+
+def _first(pair: tuple[float, Json]) -> float:
+    return pair[0]
+
+
+@FORGEJO("POST", "/repos/{owner}/{name}/issues/{number}/labels", "issues:write")
+def forgejo_add_labels(call: Call) -> Reply:
+    """Labels by name (newer servers) are added."""
+    item, names = call.item(), [str(n) for n in call.body().get("labels", ())]
+    call.repo.set_labels(item.number, [*item.labels, *names], call.caller)
+    found = [forgejo_label(call.base, call.repo, name) for name in item.labels]
+    return json_reply(200, found)
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/pulls", "pull_requests:read")
+def forgejo_get_pulls(call: Call) -> Reply:
+    state = call.request.query.get("state", "open")
+    found = sorted(call.repo.pulls.values(), key=lambda pull: -pull.number)
+    rows = [p for p in found if state in ("all", p.state)]
+    return forgejo_rows(call, [forgejo_pull(call.base, call.repo, p) for p in rows])
+
+
+@FORGEJO("POST", "/repos/{owner}/{name}/pulls", "pull_requests:write")
+def forgejo_post_pull(call: Call) -> Reply:
+    shape, repo = call.body(), call.repo
+    title = call.text(shape, "title", 255, "PullRequest")
+    head, base = str(shape.get("head")), str(shape.get("base"))
+    if not title:
+        raise Refused(422, "[Title]: Required")
+    if repo.branch(head) is None or repo.branch(base) is None:
+        raise Refused(404, "The target couldn't be found.")
+    standing = [(p.head, p.head_owner, p.base, p.state) for p in repo.pulls.values()]
+    if (head, repo.owner, base, "open") in standing:
+        raise Refused(409, "pull request already exists for these targets")
+    body = call.text(shape, "body", 2**24, "PullRequest")
+    pull = repo.open_pull(head, title, body, base, user=call.caller)
+    return json_reply(201, forgejo_pull(call.base, repo, pull))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/pulls/{number}", "pull_requests:read")
+def forgejo_get_pull(call: Call) -> Reply:
+    return json_reply(200, forgejo_pull(call.base, call.repo, call.pull()))
+
+
+@FORGEJO("PATCH", "/repos/{owner}/{name}/pulls/{number}", "pull_requests:write")
+def forgejo_patch_pull(call: Call) -> Reply:
+    pull, shape = call.pull(), call.body()
+    pull.title = call.text(shape, "title", 255, "PullRequest") or pull.title
+    pull.updated_at = call.data.accounts.clock()
+    if shape.get("state") == "closed":
+        call.repo.close(pull)
+    return json_reply(201, forgejo_pull(call.base, call.repo, pull))
+
+
+@FORGEJO(
+    "GET", "/repos/{owner}/{name}/collaborators/{login}/permission", "metadata:read"
+)
+def forgejo_get_permission(call: Call) -> Reply:
+    repo, login = call.repo, call.args["login"]
+    if login != call.caller and repo.collaborators.get(call.caller) != "admin":
+        raise Refused(403, "Only admins can query all permissions")
+    user = call.data.accounts.users.get(login)
+    if user is None:
+        raise Refused(404, f"user does not exist [uid: 0, name: {login}]")
+    role = repo.collaborators.get(login, "none" if repo.private else "read")
+    held = "owner" if login == repo.owner else _FORGEJO_ROLES.get(role, role)
+    shape = {
+        "permission": held,
+        "role_name": held,
+        "user": forgejo_user(call.base, user),
+    }
+    return json_reply(200, shape)
+
+
+class FakeForgejo(FakeForge):
+    """A Forgejo at the root and, the same one, under the sub-path /forge."""
+
+    kind = "forgejo"
+    routes = FORGEJO
+    api_prefixes = ("/api/v1", "/forge/api/v1")
+    git_path = re.compile(
+        r"(/forge)?/(?P<owner>[^/]+)/(?P<name>[^/]+?)(\.git)?"
+        r"/(?P<operation>info/refs|git-upload-pack|git-receive-pack)"
+    )
+    realm = "Gitea"
+
+    def create_repo(self, full_name: str, *rest: Any, **fields: Any) -> Repo:
+        """As on any forge; whoever holds a token of this forge administers it, as
+        the account that asks for permissions must."""
+        repo = super().create_repo(full_name, *rest, **fields)
+        for token in self.data.tokens.values():
+            repo.collaborators.setdefault(token.login, "admin")
+        return repo
+
+    def label(
+        self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issues`` delivery, action ``label_updated``."""
+        labels = [*_known(repo, number).labels, label]
+        payload = forgejo_payload(repo, number, "label_updated", login, labels)
+        return forgejo_delivery("issues", payload, secret, guid)
+
+    def refused(self, refusal: Refused) -> Reply:
+        """An error in Forgejo's shape."""
+        shape = {"message": refusal.message, "url": f"{self.url}/api/swagger"}
+        return json_reply(refusal.status, shape)
+
+    def admit(self, call: Call, needs: str) -> None:
+        """Raise 401 without a valid token, 403 or 404 as `_check_permission` says."""
+        if call.token is None:
+            raise Refused(401, "invalid username, password or token")
+        if call.full_name:
+            _check_permission(call, call.token, needs)
 
 
 # ---------------------------------------------------------------------------
@@ -3279,6 +4407,10 @@ class ProcessBox:
             comment=texts[1],
         )
         return ended
+
+    def transcript(self) -> bytes | None:
+        """None: the scripted agent keeps no session."""
+        return None
 
     def log(self) -> bytes:
         """The runner's stdout."""

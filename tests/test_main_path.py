@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 from conftest import FakeClock
-from world import CANARIES, COMMIT, SECRET, World, bash, bridge_address, say, solve
+from world import (
+    CANARIES,
+    COMMIT,
+    DIALECTS,
+    SECRET,
+    World,
+    bash,
+    bridge_address,
+    say,
+    solve,
+)
 from world import world as make_world
 
 import pidispatch
@@ -30,8 +40,12 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def boxed(tmp_path: Path, docker_client: Any, job_image: str) -> Iterator[World]:
-    with make_world(tmp_path, docker_client) as made:
+def boxed(
+    request: pytest.FixtureRequest, tmp_path: Path, docker_client: Any, job_image: str
+) -> Iterator[World]:
+    """GitHub's world on the real engine, or another forge's by its kind."""
+    kind = getattr(request, "param", "github")
+    with make_world(tmp_path, docker_client, kind=kind) as made:
         made.change(job_image=job_image, gate_image=job_image)
         yield made
         made.stop()
@@ -59,19 +73,30 @@ def real_labelled(payloads: Path, world: World) -> tuple[dict[str, Any], int]:
     return payload, number
 
 
+def label_once(world: World, payloads: Path, guid: str) -> tuple[list[str], int]:
+    """One labelling: the jobs it became, and the issue's number."""
+    if world.forge.kind != "github":
+        return world.label(7, guid), 7
+    payload, number = real_labelled(payloads, world)
+    status, answer = world.post("issues", payload, guid)
+    assert (status, answer["status"]) == (202, "queued")
+    return answer["jobs"], number
+
+
 @pytest.mark.docker
+@pytest.mark.parametrize("boxed", DIALECTS, indirect=True)
 def test_one_real_delivery_makes_two_boxes_two_branches_and_two_requests(
     boxed: World, payloads: Path
 ) -> None:
-    payload, n = real_labelled(payloads, boxed)
     boxed.rules({"replicas": 2})
     boxed.model.set_scripts(solve(bash("sleep 2"), bash(COMMIT), say()))
     boxed.start()
     guid = str(uuid.uuid4())
     since = time.time()
-    status, answer = boxed.post("issues", payload, guid)
-    jobs = [f"gh-{guid}-r1", f"gh-{guid}-r2"]
-    assert (status, answer) == (202, {"status": "queued", "jobs": jobs})
+    made, n = label_once(boxed, payloads, guid)
+    prefix = pidispatch.FORGES[boxed.forge.kind].prefix
+    jobs = [f"{prefix}{guid}-r1", f"{prefix}{guid}-r2"]
+    assert made == jobs
 
     both = boxed.wait_for(lambda: len(c := boxed.containers()) == 2 and c)
     assert sorted(c["Name"] for c in both) == [f"/pi-job-{job}" for job in jobs]

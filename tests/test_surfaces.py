@@ -209,9 +209,8 @@ def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (rule(LABEL, resume=True), "resume is refused"),
         (rule(LABEL, publish="agent"), "publish: agent is refused"),
-        (rule(LABEL, kind="gitlab"), "this version serves github only"),
+        (rule(LABEL, kind="azure", repository="r"), pidispatch._ONLY),
         (
             rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local"),
             "cron rules do not fire",

@@ -234,6 +234,23 @@ DIALECTS: dict[str, tuple[type[demo.FakeForge], Callable[[str], dict[str, Any]]]
             "github_api_url": f"{url}/api/v3",
         },
     ),
+    "gitlab": (
+        demo.FakeGitLab,
+        lambda url: {
+            "gitlab_webhook_mode": "token",
+            "gitlab_webhook_secret": (SECRET,),
+            "gitlab_token": TOKEN,
+            "gitlab_url": url,
+        },
+    ),
+    "forgejo": (
+        demo.FakeForgejo,
+        lambda url: {
+            "forgejo_webhook_secret": (SECRET,),
+            "forgejo_token": TOKEN,
+            "forgejo_url": url,
+        },
+    ),
 }
 
 

@@ -296,6 +296,7 @@ END_REASONS = (
     "operator-cancel",
     "shutdown",
     "oom-killed",
+    "disk-low",
     "outbox-refused",
     "unexpected-exit",
     "lost",
@@ -6640,6 +6641,8 @@ class Engine(Protocol):
 
     def isolates(self, proven: str | None) -> str | None: ...
 
+    def disk(self) -> Path | None: ...
+
 
 def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
     """The gate's running totals, its forks, and whether the budget was spent.
@@ -6765,6 +6768,7 @@ class DockerEngine:
         self._local = threading.local()
         self._catalogues: dict[str, Mapping[str, Any]] = {}
         self._cpus: int | None = None
+        self._disk: Path | None = None
         self._next_subnet = int(random_hex(2), 16)
 
     @property
@@ -6922,6 +6926,17 @@ class DockerEngine:
         if image is None:
             raise InfraError("there is no gate image to look at the engine with")
         return None if canary(self, image).host else this
+
+    def disk(self) -> Path | None:
+        """Where the engine keeps volumes and logs, if that is a disk of this machine.
+
+        Neither has a quota, so a job can fill it.
+        """
+        if self._disk is None:
+            with engine_answers():
+                self._disk = Path(self.api.info().get("DockerRootDir") or "/nowhere")
+        here = self.endpoint.startswith("unix:") and self._disk.is_dir()
+        return self._disk if here else None
 
     def host_addresses(self, subnet: IPv4Network) -> list[str]:
         """Where a container may find the engine's host: its bridge, the usual one."""
@@ -8661,6 +8676,9 @@ RETRY_SECONDS = 60
 MAX_ATTEMPTS = 2
 DEFER_SECONDS = 60
 DEFER_MAX_SECONDS = 600
+#: Free bytes below which no job starts, and below which the newest one is stopped:
+#: a host that is full loses the others' results, and its own services.
+DISK_FLOOR, DISK_STOP = 1 * 2**30, 256 * 2**20
 #: Each beat is a durable write, so it is rare.
 HEARTBEAT_SECONDS = 15.0
 SWEEP_SECONDS = 3_600.0
@@ -9137,6 +9155,15 @@ def _stored(path: Path, now: Stamp) -> tuple[str | None, bytes]:
     return None, clean_transcript(content, stamp)
 
 
+def free_bytes(path: Path) -> int:
+    """Free on the file system of `path`, or of its first parent that exists."""
+    import shutil
+
+    absolute = path.absolute()
+    there = next(p for p in (absolute, *absolute.parents) if p.exists())
+    return shutil.disk_usage(there).free
+
+
 class Leaving(Exception):
     """We are stopping; the container goes on and the next start adopts it."""
 
@@ -9154,10 +9181,12 @@ class Dispatcher:
         clock: Clock = time.time,
         new_token: Callable[[], str] = lambda: random_hex(32),
         limits: Callable[[], Limits] = lambda: NO_LIMITS,
+        free: Callable[[Path], int] = free_bytes,
     ) -> None:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
-        self.limits = limits
+        self.limits, self.free = limits, free
+        self._attended: dict[str, float] = {}
         self.mirrors = Mirrors(settings.state_dir / "mirrors")
         self.leaving = threading.Event()
         self.stop_jobs = threading.Event()
@@ -9450,7 +9479,21 @@ class Dispatcher:
         except (InfraError, OSError) as error:
             self._again(attempt, error)
         else:
+            self._see_through(attempt)
+
+    def _see_through(self, attempt: Attempt) -> None:
+        """Attend the box and settle; the newest of these goes when the disk fills."""
+        assert attempt.started_at is not None
+        self._attended[attempt.job.id] = attempt.started_at
+        try:
             self._settle(attempt, self._attend(attempt))
+        finally:
+            self._attended.pop(attempt.job.id, None)
+
+    def room(self) -> int:
+        """Free bytes where jobs write: the database, our files, the engine's own."""
+        places = (self.settings.db, self.settings.state_dir, self.engine.disk())
+        return min(self.free(place) for place in places if place)
 
     def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
         """Take over a container that an earlier process started."""
@@ -9461,7 +9504,7 @@ class Dispatcher:
         _event("job-adopted", claimed.job)
         try:
             self._recall_session(attempt)
-            self._settle(attempt, self._attend(attempt))
+            self._see_through(attempt)
         except (Leaving, Fenced):
             return
         except Exception as error:
@@ -9534,6 +9577,11 @@ class Dispatcher:
             return "operator-cancel"
         if self.clock() >= attempt.started_at + JOB_SECONDS + STOP_GRACE_SECONDS:
             return "timeout"
+        # a copy: other workers' jobs come and go; of one moment's, the last by name
+        ages = [(at, job) for job, at in list(self._attended.items())]
+        newest = (attempt.started_at, attempt.job.id) >= max(ages, default=(0.0, ""))
+        if newest and self.room() < DISK_STOP:
+            return "disk-low"
         return None
 
     def _settle(self, attempt: Attempt, stopped: str | None) -> None:
@@ -9990,6 +10038,7 @@ class Workers:
         self.dispatcher, self.store = dispatcher, store
         self._adopted: list[tuple[Claimed, Box, float]] = []
         self._stopping = threading.Event()
+        self._was_full = False
         self._threads = [
             threading.Thread(target=self._work, name=f"worker-{i}", daemon=True)
             for i in range(1, concurrency + 1)
@@ -10035,11 +10084,23 @@ class Workers:
         with contextlib.suppress(IndexError):
             self.dispatcher.adopt(*self._adopted.pop())
             return True
+        if self._full():
+            return False
         claimed = self.store.claim(self.dispatcher.limits())
         if claimed is None:
             return False
         self.dispatcher.run(claimed)
         return True
+
+    def _full(self) -> bool:
+        """Whether the disk is too full for one more job; said when that changes."""
+        free = self.dispatcher.room()
+        full = free < DISK_FLOOR
+        if full != self._was_full:
+            self._was_full = full
+            level = logging.ERROR if full else logging.INFO
+            log_event("disk-low" if full else "disk-has-room", level, free=free)
+        return full
 
     def _tidy(self) -> None:
         """Look at the engine; publish what is due, show that we live, sweep hourly."""
@@ -12305,25 +12366,26 @@ def _check_service(settings: Settings, now: float, checks: list[Check]) -> None:
     checks.append(Check("worker", state, found, "start `pidispatch serve`"))
 
 
-#: Free bytes below which a job may not find room for its repository and result.
-DISK_LEAST, DISK_LOW = 1 * 2**30, 5 * 2**30
+#: Free bytes from which on there is nothing to say.
+DISK_PLENTY = 5 * 2**30
 
 
 def _check_disk(settings: Settings, checks: list[Check]) -> None:
-    """Room for the database and the mirrors; one line a file system."""
-    import shutil
-
-    seen = set[int]()
-    for path in (settings.db, settings.state_dir):
-        there = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if there.stat().st_dev in seen:
-            continue
-        seen.add(there.stat().st_dev)
-        free = shutil.disk_usage(there).free
-        low: Literal["warn", "fail"] = "fail" if free < DISK_LEAST else "warn"
-        found = f"{_bytes(free)} free at {there}"
-        fix = "make room: `docker system df`, PI_STATE_DIR, PI_LOG_RETENTION_DAYS"
-        checks.append(Check("disk", "ok" if free >= DISK_LOW else low, found, fix))
+    """Room for the database, our files and the engine's; one line a file system."""
+    places = {"the database": settings.db, "PI_STATE_DIR": settings.state_dir}
+    with contextlib.suppress(InfraError):
+        engine = DockerEngine(settings, "doctor").disk()
+        places |= {"the engine": engine} if engine else {}
+    rooms: dict[int, list[str]] = {}
+    for name, path in places.items():
+        rooms.setdefault(free_bytes(path) // 2**20, []).append(name)
+    for free, names in rooms.items():
+        low: Literal["warn", "fail"] = "fail" if free < DISK_FLOOR / 2**20 else "warn"
+        state = "ok" if free >= DISK_PLENTY / 2**20 else low
+        found = f"{_bytes(free * 2**20)} free for {', '.join(names)}"
+        floor = _bytes(DISK_FLOOR)
+        fix = f"make room (`docker system df`): below {floor} no job starts"
+        checks.append(Check("disk", state, found, fix))
 
 
 def open_to_others(settings: Settings) -> list[Path]:

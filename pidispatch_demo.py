@@ -4456,6 +4456,10 @@ class ProcessEngine:
         """Its boxes are plain processes, and the demo says so: nothing to prove."""
         return "process"
 
+    def disk(self) -> Path | None:
+        """Its boxes are folders beside the state, which is watched."""
+        return None
+
     def tail(self, job: str, lines: int) -> list[str]:
         logs = sorted(self.root.glob(f"{job}.*/runner.log"))
         text = logs[-1].read_text("utf-8", "replace") if logs else ""

@@ -256,6 +256,9 @@ class FakeEngine:
         self.looks += proven is None or proven != self.isolation
         return self.isolation
 
+    def disk(self) -> Path | None:
+        return None
+
     def sweep(self, keep: frozenset[str]) -> int:
         self.log.append(f"sweep {sorted(keep)}")
         return 0
@@ -1026,6 +1029,43 @@ def test_an_engine_that_leaves_the_host_reachable_runs_only_with_egress_open(
     bench.engine.exits.append(OK)
     newest, _ = bench.run()
     assert newest.state == "completed"
+
+
+def test_no_job_starts_on_a_disk_that_is_nearly_full_and_all_do_when_there_is_room(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """30-jobs: volumes have no quota, so free disk is watched; a job only waits."""
+    free = pidispatch.DISK_FLOOR - 1
+    bench.dispatcher.free = lambda path: free
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    bench.maker.admit(bench.store)
+    assert not pool._one()
+    assert not pool._one()
+    assert [row.state for row in bench.store.runs(9)] == ["queued"]
+    assert caplog.text.count("disk-low") == 1, "said once"
+    free = pidispatch.DISK_FLOOR
+    bench.engine.exits.append(OK)
+    assert pool._one()
+    assert [row.state for row in bench.store.runs(9)] == ["completed"]
+
+
+def test_the_newest_job_is_stopped_before_the_disk_is_full_and_older_ones_go_on(
+    bench: Bench,
+) -> None:
+    bench.dispatcher.free = lambda path: pidispatch.DISK_STOP - 1
+    bench.maker.admit(bench.store, 2)
+    one, two = bench.store.claim(), bench.store.claim()
+    assert one and two
+    old, new = (
+        pidispatch.Attempt(claimed, bench.dispatcher.settings, "", started_at=at)
+        for claimed, at in ((one, bench.clock() - 9), (two, bench.clock()))
+    )
+    for attempt in (old, new):
+        bench.dispatcher._attended[attempt.job.id] = attempt.started_at or 0.0
+    assert bench.dispatcher._stop_reason(old) is None
+    assert bench.dispatcher._stop_reason(new) == "disk-low"
+    bench.dispatcher.free = lambda path: pidispatch.DISK_STOP
+    assert bench.dispatcher._stop_reason(new) is None
 
 
 def test_the_start_of_a_worker_says_that_the_engine_does_not_isolate(

@@ -163,7 +163,10 @@ def test_a_clock_that_cannot_be_compared_is_said_so(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("free", "line"),
-    [(2**29, "✗ disk: 512 MiB free at"), (2**31, "⚠ disk: 2.0 GiB free at")],
+    [
+        (2**29, "✗ disk: 512 MiB free for the database, PI_STATE_DIR"),
+        (2**31, "⚠ disk: 2.0 GiB free for the database, PI_STATE_DIR"),
+    ],
 )
 def test_a_disk_that_runs_full_is_said_before_a_job_finds_out(
     free: int, line: str, well: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -415,6 +418,26 @@ def test_serve_refuses_jobs_on_an_engine_that_leaves_the_host_within_reach(
     assert (row.state, row.reason) == ("policy", "engine-not-isolating")
     assert real.model.log == []
     real.wait_for(lambda: any("inhibit_ipv4" in text for text in real.comments()))
+    assert real.nothing_left()
+
+
+@pytest.mark.docker
+def test_a_real_job_is_stopped_before_the_disk_is_full_and_its_work_is_kept(
+    real: world.World,
+) -> None:
+    """30-jobs: `disk-low`, decided by us, with the same ten seconds as every stop."""
+    real.model.set_scripts(world.solve(world.bash("sleep 30"), world.say()))
+    service = real.start()
+    [job] = real.label()
+    real.wait_for(lambda: real.containers() and real.model.log)
+    dispatcher = service.workers.dispatcher
+    assert dispatcher.engine.disk() or not DOCKER_HOST.startswith("unix:")
+    dispatcher.free = lambda path: pidispatch.DISK_STOP - 1
+    [row] = real.wait([job])
+    assert (row.state, row.reason) == ("policy", "disk-low")
+    record = real.record(job)
+    assert record.budgetReserved, "it ran: its slot is spent"
+    dispatcher.free = pidispatch.free_bytes
     assert real.nothing_left()
 
 

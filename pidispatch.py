@@ -251,6 +251,7 @@ REFUSALS = (
     "sessions-dir-unset",
     "forge-token-unavailable",
     "unprotected-branch",
+    "forge-out-of-reach",
     "sha-gone",
     "flow-not-found",
     "daily-token-cap",
@@ -260,9 +261,11 @@ REFUSALS = (
     "dirty-tree",
     "local-needs-local-engine",
     "engine-not-isolating",
-    "not-in-this-version",
     "repository-unavailable",
 )
+
+#: What an agent that publishes for itself may leave undone, or do beside it.
+AGENT_FAULTS = ("pushed-elsewhere", "not-pushed", "request-missing")
 
 #: Why a finished run's result was not published: of the result, of the push, of
 #: the forge's API.
@@ -274,6 +277,7 @@ PUBLISH_REFUSALS = (
     "request-refused",
     "comment-refused",
     "repository-unavailable",
+    *AGENT_FAULTS,
 )
 
 #: What the runner may name as the reason of its exit code 2.
@@ -461,6 +465,50 @@ class Refused(PidispatchError):
     def __init__(self, reason: str, message: str, fix: str | None = None) -> None:
         super().__init__(message, fix)
         self.reason = reason
+
+
+#: Tokens that exist while a job runs, by themselves; each with its spellings.
+_LIVE_SECRETS: dict[str, tuple[str, ...]] = {}
+
+
+def spellings_of(secret: str) -> Iterator[str]:
+    """Raw, URL-encoded, JSON-escaped, shell-quoted, and as basic credentials."""
+    import base64
+    import shlex
+    from urllib.parse import quote
+
+    yield secret
+    yield quote(secret, safe="")
+    yield json.dumps(secret)[1:-1]
+    yield shlex.quote(secret)
+    for user in ("", "x-access-token", "oauth2"):
+        yield base64.b64encode(f"{user}:{secret}".encode()).decode()
+    yield base64.b64encode(secret.encode()).decode().rstrip("=")
+
+
+@contextlib.contextmanager
+def live_secrets() -> Iterator[Callable[[str], None]]:
+    """Gives a function that names a secret; all it named are known until the end."""
+    named: list[str] = []
+
+    def name(secret: str) -> None:
+        named.append(secret)
+        found = sorted(set(spellings_of(secret)), key=len, reverse=True)
+        _LIVE_SECRETS[secret] = tuple(found)
+
+    try:
+        yield name
+    finally:
+        for secret in named:
+            _LIVE_SECRETS.pop(secret, None)
+
+
+def without_live_secrets(text: str) -> str:
+    """The text without any token that a running job holds."""
+    for spellings in list(_LIVE_SECRETS.values()):
+        for spelling in spellings:
+            text = text.replace(spelling, "***")
+    return text
 
 
 def log_event(event: str, level: int = logging.INFO, **fields: object) -> None:
@@ -2868,6 +2916,9 @@ class Forge(Protocol):
     def hooked(self) -> bool:
         """Whether it may deliver webhooks here: it has a secret."""
 
+    #: The root of its API, without a trailing slash.
+    api: str
+
     def verify(self, headers: Mapping[str, str], body: bytes) -> None: ...
 
     def parse(self, headers: Mapping[str, str], body: bytes) -> Event: ...
@@ -2906,8 +2957,26 @@ class Forge(Protocol):
 
     def retitle_request(self, repo: str, number: int, title: str) -> None: ...
 
+    def protected(self, repo: str, branch: str) -> bool:
+        """Whether protection refuses direct pushes to that branch.
+
+        Raises `InfraError` when it cannot be told.
+        """
+        ...
+
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """What the forge's CLI and git in a box need, with publish=agent.
+
+        The token and the host by the forge's own names. A forge that gives the
+        box another token than `credential` names it for git as `GIT_PASSWORD` too.
+        """
+        ...
+
 
 FORM_TYPE = "application/x-www-form-urlencoded"
+
+#: By these names git in a box finds the credential of the forge.
+GIT_USERNAME, GIT_PASSWORD = "PI_GIT_USERNAME", "PI_GIT_PASSWORD"
 
 #: Seconds to connect to a forge's API, and between two reads of its answer.
 API_TIMEOUT = (5.0, 10.0)
@@ -3024,7 +3093,6 @@ class ApiForge(Forge):
     #: What doctor says when there is no token, and of missed deliveries.
     token_fix: ClassVar[str]
     outage_hint: ClassVar[str]
-    api: str
     api_headers: ClassVar[Mapping[str, str]] = {}
     #: Which trigger type a served action may fire, by event.
     served: ClassVar[Mapping[str, Mapping[str, str]]]
@@ -3264,6 +3332,21 @@ class _GitHubDefault(msgspec.Struct):
     default_branch: str
 
 
+class _GitHubClassic(msgspec.Struct):
+    enabled: bool = False
+
+
+class _GitHubProtection(msgspec.Struct):
+    """A branch: `protected` is true for any rule, `protection` is the classic one."""
+
+    protected: bool
+    protection: _GitHubClassic | None = None
+
+
+class _GitHubRule(msgspec.Struct):
+    type: str
+
+
 class _GitHubNote(msgspec.Struct):
     body: str | None = None
     user: _GitHubAccount | None = None
@@ -3283,6 +3366,15 @@ class _GitHubPull(msgspec.Struct):
 
 #: The least an installation token can hold.
 _READ = {"metadata": "read"}
+#: What an installation token in a box may do, and nothing else of what the App may.
+_BOX_MAY = {
+    "contents": "write",
+    "issues": "write",
+    "pull_requests": "write",
+    "metadata": "read",
+}
+#: Rules of a ruleset that refuse a direct push; the others only ask more of it.
+_NO_DIRECT_PUSH = ("pull_request", "update", "merge_queue")
 
 
 def _actor(user: object) -> Actor | None:
@@ -3796,7 +3888,23 @@ class GitHub(PullForge):
             raise _no_token("`gh` has no token", f"gh auth login -h {host}")
         return token, self.clock() + 300
 
-    def _mint(self, repo: str) -> tuple[str, float]:
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """GH_TOKEN, and GH_HOST where that is not github.com (`gh help environment`).
+
+        An App's token is minted for this repository with the least permissions; a
+        personal one is the operator's own.
+        """
+        minted = self.settings.github_auth_source == "app"
+        token = self._mint(repo, _BOX_MAY)[0] if minted else self._token(repo)
+        host = self.clone_url(repo).split("/")[2]
+        found = {"GH_TOKEN": token, "GH_NO_UPDATE_NOTIFIER": "1", GIT_PASSWORD: token}
+        if host != "github.com":
+            found |= {"GH_HOST": host, "GH_ENTERPRISE_TOKEN": token}
+        return found
+
+    def _mint(
+        self, repo: str, permissions: Mapping[str, str] | None = None
+    ) -> tuple[str, float]:
         """An installation token for one repository, and when to stop using it."""
         number = self.settings.github_app_installation
         try:
@@ -3805,7 +3913,9 @@ class GitHub(PullForge):
                 ticket = self._app_jwt()
                 found = self._call(what, _GitHubAccount, "GET", path, ticket)
                 number = str(found.id)
-            only = {"repositories": [repo.rpartition("/")[2]]}
+            only: dict[str, Any] = {"repositories": [repo.rpartition("/")[2]]}
+            if permissions:
+                only["permissions"] = permissions
             made = self._installation_token(number, only)
         except Rejected as error:
             raise _no_token(error.message, "install the App there") from error
@@ -3856,6 +3966,22 @@ class GitHub(PullForge):
 
     def _notes(self, path: str, token: str) -> Iterable[_GitHubNote]:
         return self._pages("read the comments", list[_GitHubNote], path, token)
+
+    def protected(self, repo: str, branch: str) -> bool:
+        """Classic protection is taken at its word; of rulesets only rules that
+        refuse a push count, for `protected` is true for any rule whatever (REST
+        "Get a branch", "Get rules for a branch")."""
+        what, name, token = "read the protection", _quoted(branch), self._token(repo)
+        try:
+            path = f"/repos/{repo}/rules/branches/{name}"
+            found = [*self._pages(what, list[_GitHubRule], path, token)]
+            path = f"/repos/{repo}/branches/{name}"
+            row = self._call(what, _GitHubProtection, "GET", path, token)
+        except Rejected as error:
+            raise InfraError(error.message, "may the token read the branch?") from error
+        classic = row.protected and not found
+        classic = classic or (row.protection is not None and row.protection.enabled)
+        return classic or any(rule.type in _NO_DIRECT_PUSH for rule in found)
 
     def find_request(self, repo: str, head: str) -> Request | None:
         """The open pull request of exactly this branch of this repository.
@@ -5012,6 +5138,7 @@ class Workspace(msgspec.Struct, frozen=True, omit_defaults=True):
     lease: str | None = None
     request_sha: str | None = None
     lineage: Lineage | None = None
+    publish: Literal["host", "agent"] = "host"
 
 
 class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -7884,7 +8011,7 @@ class Git(msgspec.Struct, frozen=True):
             shutil.rmtree(folder)
 
     def look(self, remote: Remote, *names: str) -> Seen:
-        """Read the named refs in one request; absent ones are left out."""
+        """Read the named refs, or all, in one request; absent ones are left out."""
         command = ("ls-remote", "--symref", "--quiet", "--", remote.url, *names)
         done = self.talk(remote, *command, seconds=self.bounds.look)
         if done.code:
@@ -7894,7 +8021,7 @@ class Git(msgspec.Struct, frozen=True):
             value, _, name = line.partition("\t")
             if name == "HEAD" and value.startswith("ref: refs/heads/"):
                 head = value.removeprefix("ref: ")
-            elif name in names and re.fullmatch(r"[0-9a-f]{40}", value):
+            elif (not names or name in names) and re.fullmatch(r"[0-9a-f]{40}", value):
                 refs[name] = value
         return Seen(head, refs)
 
@@ -8084,11 +8211,22 @@ class Mirrors:
             skill=read_skill(mirror, base, job.flow),
         )
 
-    def restore(self, remote: Remote, job: Job, work: Work) -> Mirror:
-        """The job's mirror with its base in it, fetched again if need be."""
+    def restore(
+        self, remote: Remote, job: Job, work: Work, more: Sequence[str] = ()
+    ) -> Mirror:
+        """The job's mirror with its base in it, fetched again if need be.
+
+        `more` are commits that the forge showed just now; one that is gone since
+        is `InfraError`: look again.
+        """
         mirror = self.of(job.kind, job.repo)
         with mirror.locked():
             mirror.obtain(remote, [work.base], [f"refs/heads/{work.default_branch}"])
+            for commit in more:
+                try:
+                    mirror.obtain(remote, [commit], [])
+                except Refused as error:
+                    raise InfraError("the repository changed meanwhile") from error
         return mirror
 
     def release(self, job: Job) -> None:
@@ -8221,6 +8359,14 @@ class Quarantine(Repository, frozen=True):
 
     tip: str
     commits: int = 0
+
+    def new(self, tip: str, known: Sequence[str]) -> list[str]:
+        """The commits of `tip` that none of `known` has; absent ones have none."""
+        here = [
+            c for c in known if self.call("cat-file", "-e", f"{c}^{{commit}}").code == 0
+        ]
+        walk = ("rev-list", tip, *(f"^{commit}" for commit in here))
+        return self.run(*walk).decode().split()
 
     def __enter__(self) -> Quarantine:
         return self
@@ -8429,9 +8575,9 @@ def _replaceable(
 class Work(msgspec.Struct, frozen=True):
     """What a finished job left: files of its outbox and the facts it started from.
 
-    `base`, `lease` and `default_branch` come from `Prepared`; `commits` is the
-    runner's count; `ours` are the commits this instance pushed to the job's
-    branch before.
+    `base`, `lease`, `default_branch` and `request_sha` come from `Prepared`;
+    `commits` is the runner's count; `ours` are the commits this instance pushed to
+    the job's branch before.
     """
 
     bundle: Path | None
@@ -8442,13 +8588,19 @@ class Work(msgspec.Struct, frozen=True):
     default_branch: str
     commits: int
     ours: frozenset[str] = frozenset()
+    request_sha: str | None = None
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What stands on the forge: the branch's commit and its request, if any."""
+    """What stands on the forge: the branch's commit and its request, if any.
+
+    `faults` are those of AGENT_FAULTS that an agent left behind, or the reason why
+    nobody can tell.
+    """
 
     tip: str | None = None
     request: Request | None = None
+    faults: tuple[str, ...] = ()
 
 
 def publish_job(
@@ -8495,6 +8647,89 @@ def publish_to(
     with check_bundle(mirror, work.bundle, work.base) as quarantine:
         push(quarantine, remote, branch, None)
     return quarantine.tip
+
+
+def review_agent(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Published:
+    """What an agent that publishes for itself has made of its work.
+
+    Nothing is pushed and nothing of the agent's is posted again: the request of
+    exactly the job's branch is found and gets its marker, and what the box
+    committed is looked for on the forge. Safe to repeat. Raises `Refused` or
+    `InfraError`.
+    """
+    request = _agents_request(forge, job)
+    try:
+        landed = _landed(forge, mirrors, job, work)
+    except BundleRefused as refusal:  # nobody can say what of it was pushed
+        return Published(None, request, (refusal.reason,))
+    faults = {
+        "pushed-elsewhere": landed.strays > 0,
+        "not-pushed": landed.missing > 0,
+        "request-missing": landed.pushed and bool(job.branch) and request is None,
+    }
+    found = tuple(fault for fault in AGENT_FAULTS if faults[fault])
+    return Published(landed.tip, request, found)
+
+
+def tell_faults(forge: Forge, job: Job, work: Work, published: Published) -> str | None:
+    """Say once what an agent left undone; the fault that is recorded, if any."""
+    if not published.faults:
+        return None
+    _say(forge, job, work, "agent", faults=published.faults)
+    return published.faults[0]
+
+
+class Landed(NamedTuple):
+    """A box's commits on the forge: the tip of where they belong, if it is one of
+    them; whether any is there; how many are not, and refs elsewhere that hold one."""
+
+    tip: str | None
+    pushed: bool
+    missing: int
+    strays: int
+
+
+def _agents_request(forge: Forge, job: Job) -> Request | None:
+    if job.branch is None:
+        return None
+    try:
+        found = forge.find_request(job.repo, job.branch)
+        return found and _with_marker(forge, job, found)
+    except Rejected as error:
+        raise Refused("request-refused", error.message, error.fix) from error
+
+
+def _landed(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Landed:
+    """Compare a box's bundle with the forge's refs.
+
+    Commits belong on the job's branch or the request's head; where a forge has no
+    ref of that (Azure), on any branch.
+    """
+    if work.bundle is None:
+        return Landed(None, False, 0, 0)
+    remote = Remote.of(forge, job.repo)
+    refs = {
+        name: commit
+        for name, commit in mirrors.git.look(remote).refs.items()
+        if not name.endswith("^{}")
+    }
+    home = f"refs/heads/{job.branch}" if job.branch else request_ref(job)
+    tip = refs.get(home) if home else None
+    branches = {n: c for n, c in refs.items() if n.startswith("refs/heads/")}
+    homes = {tip} if tip else set() if home else {*branches.values()}
+    mirror = mirrors.restore(remote, job, work, sorted(homes))
+    old = [work.base, *filter(None, [work.request_sha])]
+    with check_bundle(mirror, work.bundle, work.base) as quarantine:
+        made = {*quarantine.new(quarantine.tip, old)}
+        missing = quarantine.new(quarantine.tip, [*old, *homes])
+    tags = {n: c for n, c in refs.items() if n.startswith("refs/tags/")}
+    strays = [
+        name
+        for name, commit in {**(branches if home else {}), **tags}.items()
+        if commit in made and commit != tip
+    ]
+    mine = tip if tip in made else None
+    return Landed(mine, len(missing) < len(made), len(missing), len(strays))
 
 
 #: Bytes of a diff that are shown, and of a list of changed files that are read.
@@ -8588,12 +8823,17 @@ def _one_request(forge: Forge, job: Job, work: Work) -> Request:
             title, body = request_title(job, first), _request_body(job, rest)
             into = work.default_branch
             return forge.open_request(job.repo, job.branch, into, title, body)
-        if _is_marked(job, found.title):
-            return found
-        title = request_title(job, found.title)
-        forge.retitle_request(job.repo, found.number, title)
+        return _with_marker(forge, job, found)
     except Rejected as error:
         raise Refused("request-refused", error.message, error.fix) from error
+
+
+def _with_marker(forge: Forge, job: Job, found: Request) -> Request:
+    """The request under this job's marker, whatever it was titled."""
+    if _is_marked(job, found.title):
+        return found
+    title = request_title(job, found.title)
+    forge.retitle_request(job.repo, found.number, title)
     return msgspec.structs.replace(found, title=title)
 
 
@@ -8755,6 +8995,11 @@ class Attempt(msgspec.Struct):
     transcript: bytes = b""
     started_at: float | None = None
     left: int | None = None
+    #: With publish=agent: the forge's hosts, what its CLI and git read, and who
+    #: has to know which of it is secret.
+    reach: tuple[str, ...] = ()
+    forge_environment: Mapping[str, str] = msgspec.field(default_factory=dict)
+    name_secret: Callable[[str], None] = lambda secret: None
 
     @property
     def job(self) -> Job:
@@ -8775,14 +9020,21 @@ class Attempt(msgspec.Struct):
         return self.job.run.maxTokens or self.settings.max_tokens
 
     @property
-    def publish(self) -> str:
-        return self.job.run.publish or self.settings.publish
+    def publish(self) -> Literal["host", "agent"]:
+        return self.job.run.publish or cast(Any, self.settings.publish)
+
+    @property
+    def allow(self) -> tuple[str, ...]:
+        """What the gate lets this job connect to beside the model."""
+        return tuple(dict.fromkeys((*self.settings.egress_allow, *self.reach)))
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What the box was told and nobody else may read."""
+        """What the box was told, and the host's own; the longest first, because
+        one may hold another."""
         forge = self.remote.credential.password if self.remote else ""
-        return tuple(filter(None, (self.token, forge)))
+        given = self.forge_environment.get(GIT_PASSWORD, "")
+        return tuple(sorted(filter(None, (self.token, forge, given)), key=len))[::-1]
 
 
 def gate_url(base_url: str) -> str:
@@ -8836,7 +9088,7 @@ def gate_line(attempt: Attempt) -> bytes:
     line = {
         "token": attempt.token,
         "providers": providers,
-        "allow": list(settings.egress_allow),
+        "allow": list(attempt.allow),
         "models": list(names),
         "prices": prices,
         # a job without a budget of its own may at most use what the day has left
@@ -8863,7 +9115,11 @@ def _gate_provider(
 
 
 def box_environment(attempt: Attempt) -> dict[str, str]:
-    """The closed map of the job's environment. No secret ever stands in it."""
+    """The closed map of the job's environment. No secret ever stands in it.
+
+    With publish=agent the forge's token is in job.json, and the runner gives it to
+    the agent: so it is in no container's configuration.
+    """
     provider, _, model = attempt.model_name.partition("/")
     values = {
         "HOME": "/home/pi",
@@ -8875,7 +9131,7 @@ def box_environment(attempt: Attempt) -> dict[str, str]:
         "PI_SKIP_VERSION_CHECK": "1",
         "PI_TELEMETRY": "0",
     }
-    if attempt.settings.egress_allow:
+    if attempt.allow:
         values |= _PROXY_VARIABLES
     return values
 
@@ -8898,33 +9154,41 @@ def job_file(attempt: Attempt, deadline: float) -> bytes:
     assert prepared and attempt.provider and attempt.image
     run, settings = job.run, attempt.settings
     _, _, model = attempt.model_name.partition("/")
-    return json.dumps(
-        {
-            "version": JOB_FILE_VERSION,
-            "jobId": job.id,
-            "attempt": attempt.claimed.attempt + 1,
-            "target": {"type": job.target.type, "number": job.target.number},
-            "base": prepared.base,
-            "branch": job.branch,
-            "requestRef": REQUEST_REF if prepared.request_sha else None,
-            "requestSha": prepared.request_sha,
-            "flow": job.flow,
-            "provider": attempt.provider.name,
-            "model": model,
-            "gate": {"url": _PROXY, "token": attempt.token},
-            "models": models_json(attempt.provider, attempt.token),
-            "maxTurns": run.maxTurns or settings.max_turns,
-            "maxTokens": attempt.max_tokens,
-            "deadline": int(deadline),
-            "excludeTools": list(run.excludeTools or ()),
-            "forkJoin": run.forkJoin is not False
-            and "forkJoin" in attempt.image.capabilities,
-            "publish": attempt.publish,
-            "session": _session_word(attempt.lineage),
-            "git": {"name": "pidispatch", "email": "pidispatch@localhost"},
-        },
-        indent=1,
-    ).encode()
+    file = {
+        "version": JOB_FILE_VERSION,
+        "jobId": job.id,
+        "attempt": attempt.claimed.attempt + 1,
+        "target": {"type": job.target.type, "number": job.target.number},
+        "base": prepared.base,
+        "branch": job.branch,
+        "requestRef": REQUEST_REF if prepared.request_sha else None,
+        "requestSha": prepared.request_sha,
+        "flow": job.flow,
+        "provider": attempt.provider.name,
+        "model": model,
+        "gate": {"url": _PROXY, "token": attempt.token},
+        "models": models_json(attempt.provider, attempt.token),
+        "maxTurns": run.maxTurns or settings.max_turns,
+        "maxTokens": attempt.max_tokens,
+        "deadline": int(deadline),
+        "excludeTools": list(run.excludeTools or ()),
+        "forkJoin": run.forkJoin is not False
+        and "forkJoin" in attempt.image.capabilities,
+        "publish": attempt.publish,
+        "session": _session_word(attempt.lineage),
+        "git": {"name": "pidispatch", "email": "pidispatch@localhost"},
+        **_forge_part(attempt),
+    }
+    return json.dumps(file, indent=1).encode()
+
+
+def _forge_part(attempt: Attempt) -> dict[str, Any]:
+    """What an agent needs to publish for itself; nothing when the host does."""
+    if attempt.publish == "host":
+        return {}
+    assert attempt.remote
+    environment = dict(attempt.forge_environment)
+    return {"forge": {"url": attempt.remote.url, "environment": environment}}
 
 
 def box_inputs(attempt: Attempt, deadline: float) -> dict[str, bytes | Path]:
@@ -9224,6 +9488,14 @@ class Dispatcher:
     def check_forges(self, attempt: Attempt) -> None:
         assert attempt.image
         allowed = attempt.image.forges
+        if allowed is None and attempt.publish == "agent":
+            raise Refused(
+                "job-image-forge-unsupported",
+                f"the job image `{attempt.image.tag}` does not say which forges it "
+                "has a CLI for, and with `publish: agent` the agent needs one",
+                f"rebuild it with the forge's CLI and the label `{LABEL}forges` "
+                f"naming it (`pidispatch build-image --forges {attempt.job.kind}`)",
+            )
         if allowed is not None and attempt.job.kind not in allowed:
             listed = ", ".join(sorted(allowed)) or "none"
             raise Refused(
@@ -9243,17 +9515,6 @@ class Dispatcher:
         for token, reason in needs:
             if token not in attempt.image.capabilities:
                 raise Refused(reason, *_undeclared(attempt.image, token))
-
-    def check_version(self, attempt: Attempt) -> None:
-        """Fields whose feature this version lacks refuse, they never do nothing."""
-        lacking = (("publish: agent", attempt.publish == "agent"),)
-        for name, wanted in lacking:
-            if wanted:
-                raise Refused(
-                    "not-in-this-version",
-                    f"this version of pidispatch does not do `{name}` yet",
-                    "remove it from the rule",
-                )
 
     def check_provider(self, attempt: Attempt) -> None:
         assert attempt.image
@@ -9363,8 +9624,38 @@ class Dispatcher:
             note = SessionNote(lineage.note.resumed, reason)
             attempt.lineage = Lineage(note, lineage.seen, lineage.pi)
 
+    def check_protection(self, attempt: Attempt) -> None:
+        """With a token in the box only protection keeps the default branch whole.
+
+        Asked with the host's own token; the job's is taken after this.
+        """
+        if attempt.publish != "agent":
+            return
+        forge, repo = self.forge(attempt.job), attempt.job.repo
+        attempt.reach = _within_reach(forge, repo)
+        try:
+            protected = forge.protected(repo, forge.default_branch(repo))
+        except Rejected as error:
+            raise _no_access(error) from error
+        if not protected:
+            raise Refused(
+                "unprotected-branch",
+                "the default branch takes direct pushes, and with `publish: agent` "
+                "whatever runs in the box holds a token that may push",
+                "protect it so that direct pushes are refused, or use `publish: host`",
+            )
+
     def take_token(self, attempt: Attempt) -> None:
-        attempt.remote = Remote.of(self.forge(attempt.job), attempt.job.repo)
+        forge, repo = self.forge(attempt.job), attempt.job.repo
+        attempt.remote = Remote.of(forge, repo)
+        if attempt.publish == "agent":
+            credential = attempt.remote.credential
+            found = {GIT_USERNAME: credential.username}
+            found[GIT_PASSWORD] = credential.password
+            found |= forge.agent_environment(repo)
+            attempt.name_secret(found[GIT_PASSWORD])
+            attempt.name_secret(credential.password)
+            attempt.forge_environment = found
 
     def forge(self, job: Job) -> Forge:
         forge = self.forges.get(job.kind)
@@ -9412,6 +9703,7 @@ class Dispatcher:
                 prepared.lease,
                 prepared.request_sha,
                 attempt.lineage,
+                attempt.publish,
             ),
         )
 
@@ -9453,6 +9745,11 @@ class Dispatcher:
         """The whole of one attempt. Never raises; every end is recorded."""
         attempt = Attempt(claimed, self.settings, self.new_token())
         _event("job-claimed", claimed.job)
+        with live_secrets() as attempt.name_secret:
+            self._run(attempt)
+
+    def _run(self, attempt: Attempt) -> None:
+        claimed = attempt.claimed
         try:
             self._attempt(attempt)
         except Leaving:
@@ -9619,7 +9916,8 @@ class Dispatcher:
         """The box's own lines, its newest LOG_MAX_BYTES; cut where it says so (T45)."""
         folder = self.settings.state_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        text = box.log()
+        told = without_live_secrets(box.log().decode("utf-8", "surrogateescape"))
+        text = told.encode("utf-8", "surrogateescape")
         if len(text) > LOG_MAX_BYTES:
             text = b"[earlier lines were cut]\n" + text[-LOG_MAX_BYTES:]
         write_private(folder / f"{container_name(job.id)}.log", text)
@@ -9768,14 +10066,30 @@ class Dispatcher:
         if notice.kind != "result":
             with self._noticing:  # replicas share one comment: look and post as one
                 forge.comment(job.repo, job.target, notice.text, notice.marker)
+        if workspace is None or notice.kind == "refused":
             return None, None
-        assert workspace
         ours = self.store.own_tips(job)
         work = kept_work(self.kept_dir(job), workspace, ours, notice.commits)
+        if workspace.publish == "agent":
+            return self._tell_agents(job, work, notice)
+        if notice.kind != "result":
+            return None, None
         published = publish_job(
             forge, self.mirrors, job, work, lambda tip: self.store.pushed(job, tip)
         )
         return published.request, None
+
+    def _tell_agents(
+        self, job: Job, work: Work, notice: Notice
+    ) -> tuple[Request | None, str | None]:
+        """The agent has published; a run that failed has had its comment."""
+        forge = self.forge(job)
+        found = review_agent(forge, self.mirrors, job, work)
+        if found.tip and found.tip not in work.ours:
+            self.store.pushed(job, found.tip)
+        if notice.kind != "result":
+            return found.request, None
+        return found.request, tell_faults(forge, job, work, found)
 
     def publish_due(self) -> None:
         for job, _, _, _ in self.store.due_notices():
@@ -9846,7 +10160,6 @@ LADDER: tuple[Gate, ...] = (
         Dispatcher.check_capabilities,
         ("job-image-replicas-unsupported", "job-image-exclude-tools-unsupported"),
     ),
-    Gate("version", Dispatcher.check_version, ("not-in-this-version",)),
     Gate(
         "provider",
         Dispatcher.check_provider,
@@ -9856,6 +10169,16 @@ LADDER: tuple[Gate, ...] = (
     Gate("isolation", Dispatcher.check_isolation, ("engine-not-isolating",)),
     Gate("caps, a look", Dispatcher.check_caps, _CAPS, _OVER_CAP),
     Gate("session", Dispatcher.load_session, ("sessions-dir-unset",)),
+    Gate(
+        "protection",
+        Dispatcher.check_protection,
+        (
+            "forge-out-of-reach",
+            "forge-token-unavailable",
+            "repository-unavailable",
+            "unprotected-branch",
+        ),
+    ),
     Gate("token", Dispatcher.take_token, ("forge-token-unavailable",)),
     Gate("box", Dispatcher.open_box),
     Gate(
@@ -9894,6 +10217,32 @@ def _undeclared(image: Image, token: str) -> tuple[str, str]:
     )
 
 
+def _within_reach(forge: Forge, repo: str) -> tuple[str, ...]:
+    """Host and port of the forge's git and API, as the gate lists them.
+
+    A box reaches them by CONNECT alone, so they must be https and not loopback.
+    """
+    found = []
+    for url in (forge.clone_url(repo), forge.api):
+        scheme, _, rest = url.partition("://")
+        if scheme != "https" or outside_url(url) != url:
+            raise Refused(
+                "forge-out-of-reach",
+                "a box cannot reach the forge where the host does",
+                "serve it over https under a name that is not loopback, or use "
+                "`publish: host`",
+            )
+        found.append(rest.partition("/")[0])
+    return tuple(dict.fromkeys(found))
+
+
+def _no_access(error: Rejected) -> Refused:
+    reason = "repository-unavailable"
+    if error.status in (401, 403):
+        reason = "forge-token-unavailable"
+    return Refused(reason, error.message, _FIXES[reason])
+
+
 def _refusal_notice(job: Job, refusal: Refused) -> Notice:
     """One comment for a set, whichever of its replicas was refused first."""
     marker = comment_marker(job.set, refusal.reason)
@@ -9927,7 +10276,7 @@ def keep_texts(folder: Path, ended: BoxExit) -> None:
         KEPT_FILES[1:], (ended.review_request, ended.comment), strict=True
     ):
         if text is not None:
-            write_private(folder / name, text.encode())
+            write_private(folder / name, without_live_secrets(text).encode())
 
 
 def kept_path(settings: Settings, job: str) -> Path:
@@ -9948,6 +10297,7 @@ def kept_work(
         default_branch=workspace.default_branch,
         commits=commits,
         ours=ours,
+        request_sha=workspace.request_sha,
     )
 
 
@@ -11177,7 +11527,12 @@ class Redactor(logging.Filter):
     def __init__(self, secrets_: Iterable[str]) -> None:
         super().__init__()
         self.spellings = sorted(
-            {s for secret in secrets_ if len(secret) >= 6 for s in _spellings(secret)},
+            {
+                s
+                for secret in secrets_
+                if len(secret) >= 6
+                for s in spellings_of(secret)
+            },
             key=len,
             reverse=True,
         )
@@ -11185,22 +11540,7 @@ class Redactor(logging.Filter):
     def redact(self, text: str) -> str:
         for spelling in self.spellings:
             text = text.replace(spelling, "***")
-        return text
-
-
-def _spellings(secret: str) -> Iterator[str]:
-    """Raw, URL-encoded, JSON-escaped, shell-quoted, and as basic credentials."""
-    import base64
-    import shlex
-    from urllib.parse import quote
-
-    yield secret
-    yield quote(secret, safe="")
-    yield json.dumps(secret)[1:-1]
-    yield shlex.quote(secret)
-    for user in ("", "x-access-token", "oauth2"):
-        yield base64.b64encode(f"{user}:{secret}".encode()).decode()
-    yield base64.b64encode(secret.encode()).decode().rstrip("=")
+        return without_live_secrets(text)
 
 
 def secrets_of(settings: Settings) -> Iterator[str]:
@@ -11559,7 +11899,33 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     ),
     (
         lambda rule: rule.run.publish == "agent",
-        "publish: agent puts the forge token into the box",
+        "publish: agent puts the forge token into the box: whatever runs there may use "
+        "it as far as the token and the forge's protection let it, and no quarantine "
+        "looks at what is pushed",
+    ),
+    (
+        lambda rule: rule.run.publish == "agent",
+        "the title's marker is put right, and a push to another branch noticed, only "
+        "after the run",
+    ),
+    (
+        lambda rule: rule.run.publish == "agent" and rule.run.kind == "github",
+        "unless a GitHub App mints the token (GITHUB_AUTH_SOURCE=app), it is the "
+        "operator's own, for all that it reaches",
+    ),
+    (
+        lambda rule: (
+            rule.run.publish == "agent" and rule.run.kind not in ("github", "local")
+        ),
+        "the token is the operator's own, for every project that it reaches",
+    ),
+    (
+        lambda rule: (
+            rule.run.publish == "agent"
+            and rule.run.replicas is not None
+            and rule.run.kind == "github"
+        ),
+        "without a GitHub App all replicas hold one operator token",
     ),
     (
         lambda rule: (
@@ -11567,7 +11933,7 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
             and rule.run.replicas is not None
             and rule.run.kind not in ("github", "local")
         ),
-        "all replicas then hold one operator token",
+        "all replicas hold one operator token",
     ),
     (
         lambda rule: rule.run.resume is True,
@@ -11581,13 +11947,21 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
 #: `not-in-this-version`, and cron rules do not fire.
 _RULES_NOT_YET: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     (lambda rule: rule.on.type == "cron", "cron rules do not fire"),
-    (lambda rule: rule.run.publish == "agent", "publish: agent is refused"),
 )
 
 #: Settings that this version reads and does not act on, and how bad that is.
 SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
     "on_failure": "warn",
 }
+
+
+def in_force(rule: Rule, settings: Settings) -> Rule:
+    """The rule with what the settings say where it says nothing (PI_PUBLISH)."""
+    run = rule.run
+    if run.kind not in FORGES or run.publish or settings.publish == "host":
+        return rule
+    run = msgspec.structs.replace(run, publish=cast(Any, settings.publish))
+    return msgspec.structs.replace(rule, run=run)
 
 
 def rule_limits(rule: Rule) -> list[str]:
@@ -12026,6 +12400,27 @@ def _check_images(
     for tag in sorted({usual, *(r.run.image for r in rules if r.run.image)}):
         _check_image(engine, tag, tag in replicated, checks)
     _check_gate_image(engine, engine.settings.gate_image, checks)
+    agents = (in_force(rule, engine.settings).run for rule in rules)
+    for tag, kind in sorted(
+        {(run.image or usual, run.kind) for run in agents if run.publish == "agent"}
+    ):
+        _check_cli(engine, tag, kind, checks)
+
+
+def _check_cli(engine: DockerEngine, tag: str, kind: str, checks: list[Check]) -> None:
+    """With publish: agent the image must name the forge whose CLI it has."""
+    image = engine.image(tag)
+    if image is None:
+        return  # said already
+    found = f"publish: agent on {kind} with {tag}"
+    if kind in (image.forges or ()):
+        text = f"{found}: the box holds the forge's token"
+        fix = "see `pidispatch triggers show` for what that gives up"
+        checks.append(Check("job image", "warn", text, fix))
+    else:
+        text = f"{found}: its label {LABEL}forges does not name {kind}"
+        fix = f"pidispatch build-image --forges {kind}; such jobs are refused"
+        checks.append(Check("job image", "fail", text, fix))
 
 
 def _check_image(
@@ -12573,6 +12968,10 @@ def serve_command() -> list[str]:
 # -- the image ----------------------------------------------------------------
 
 
+#: The forges whose CLI Debian has, so that the Dockerfile can install it (FORGES).
+CLI_PACKAGES = {"github": "gh", "gitlab": "glab"}
+
+
 def image_context(folder: Path, ca: Path | None) -> None:
     """Lay out the build context: image/, the rendered HARD_RULES, a CA bundle."""
     import shutil
@@ -12589,30 +12988,49 @@ def image_context(folder: Path, ca: Path | None) -> None:
 
 
 def _build_lines(
-    engine: DockerEngine, folder: str, tag: str, arguments: dict[str, str]
+    engine: DockerEngine,
+    folder: str,
+    tag: str,
+    arguments: dict[str, str],
+    labels: dict[str, str],
 ) -> Iterator[dict[str, Any]]:
     import docker
 
     try:
         yield from engine.api.build(
-            path=folder, tag=tag, buildargs=arguments, rm=True, decode=True
+            path=folder,
+            tag=tag,
+            buildargs=arguments,
+            labels=labels,
+            rm=True,
+            decode=True,
         )
     except (docker.errors.DockerException, OSError) as error:
         raise InfraError(f"the engine could not build {tag}: {error}") from error
 
 
 def build_image(
-    engine: DockerEngine, tag: str, base: str | None, ca: Path | None
+    engine: DockerEngine,
+    tag: str,
+    base: str | None,
+    ca: Path | None,
+    forges: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Build the job image; yields the engine's lines. Raises `InfraError`."""
+    """Build the job image; yields the engine's lines. Raises `InfraError`.
+
+    With `forges` it gets their CLIs and says so; without, no label excludes any.
+    """
     import tempfile
 
     arguments = {"PI_VERSION": PI_VERSION}
+    labels: dict[str, str] = {}
+    if forges:
+        arguments["FORGES"] = labels[LABEL + "forges"] = " ".join(forges)
     if base:
         arguments["BASE_IMAGE"] = base
     with tempfile.TemporaryDirectory() as name:
         image_context(Path(name), ca)
-        for line in _build_lines(engine, name, tag, arguments):
+        for line in _build_lines(engine, name, tag, arguments, labels):
             if "error" in line:
                 raise InfraError(
                     f"the image was not built: {line['error'].strip()}",
@@ -12839,7 +13257,7 @@ class Panel(HttpServer):
         rules = self.triggers.rules
         if int(index) >= len(rules):
             raise ConfigError(f"no trigger {index}", "see the list of triggers")
-        rule = rules[int(index)]
+        rule = in_force(rules[int(index)], self.settings)
         facts = [line.partition(": ")[::2] for line in rule_detail(rule).split("\n")]
         return self.page("trigger", rule=rule, facts=facts[1:])
 
@@ -13280,13 +13698,15 @@ def triggers_list(file: Path | None, as_json: bool) -> None:
 @json_option
 def triggers_show(index: int, file: Path | None, as_json: bool) -> None:
     """One rule, its multiplier and what it trusts."""
-    path = triggers_path(load_settings(), file)
+    settings = load_settings()
+    path = triggers_path(settings, file)
     rules = read_triggers(path)
     if not 0 <= index < len(rules):
         raise ConfigError(
             f"{path} has no trigger {index}", f"it has {len(rules)}, counted from 0"
         )
-    emit(rules[index], lambda: rule_detail(rules[index]), as_json)
+    shown = in_force(rules[index], settings)
+    emit(rules[index], lambda: rule_detail(shown), as_json)
 
 
 @triggers.command("check")
@@ -13540,9 +13960,21 @@ def doctor_command(
     type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
     help="CA bundle that the build must trust.",
 )
+@click.option(
+    "--forges",
+    type=click.Choice(list(CLI_PACKAGES)),
+    multiple=True,
+    help="Forge whose CLI goes in, for publish: agent; the image then serves no "
+    "other. May be repeated.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print the tag only.")
 def build_image_command(
-    tag: str | None, base: str | None, offline: bool, ca: Path | None, quiet: bool
+    tag: str | None,
+    base: str | None,
+    offline: bool,
+    ca: Path | None,
+    forges: tuple[str, ...],
+    quiet: bool,
 ) -> None:
     """Build the job image."""
     import subprocess
@@ -13554,7 +13986,8 @@ def build_image_command(
         if subprocess.run(script).returncode:
             raise InfraError("the offline base was not made", "see its output above")
     name = tag or settings.job_image
-    for line in build_image(DockerEngine(settings, "build"), name, base, ca):
+    engine = DockerEngine(settings, "build")
+    for line in build_image(engine, name, base, ca, forges):
         if not quiet:
             click.echo(plain_text(line))
     click.echo(name)

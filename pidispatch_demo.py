@@ -33,6 +33,7 @@ import shutil
 import signal
 import socket
 import socketserver
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -226,11 +227,16 @@ class _Server(ThreadingHTTPServer):
         address: tuple[str, int],
         respond: Callable[[Request], Reply],
         clock: Callable[[], float],
+        tls: ssl.SSLContext | None,
     ) -> None:
         self.respond = respond
         self.clock = clock
         self.open_sockets: set[socket.socket] = set()
         super().__init__(address, _Connection)
+        if tls:  # shaken hands with in the connection's own thread
+            self.socket = tls.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
+            )
 
     def server_bind(self) -> None:
         # HTTPServer's own asks the name service for the host's name: seconds, offline.
@@ -268,14 +274,23 @@ class Fault:
 class FakeServer:
     """What both fakes share: a port, a thread, ordered faults, an end.
 
-    A context manager: inside it the server listens on ``url``."""
+    A context manager: inside it the server listens on ``url``, https with ``tls``."""
 
-    def __init__(self, host: str, port: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        clock: Callable[[], float],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.clock = clock
+        self.scheme = "https" if tls else "http"
         self.stopping = threading.Event()
         self.lock = threading.RLock()
         self._faults: list[Fault] = []
-        self._server = _Server((host, port), self._respond, lambda: self.clock())
+        # not the clock itself: a test may set another
+        clocked = (self._respond, lambda: self.clock(), tls)
+        self._server = _Server((host, port), *clocked)
         self.host = host
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
@@ -286,7 +301,7 @@ class FakeServer:
     def url(self) -> str:
         """Where it listens, without a trailing slash."""
         shown = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host
-        return f"http://{shown}:{self.port}"
+        return f"{self.scheme}://{shown}:{self.port}"
 
     def start(self) -> Self:
         """Listen, in a thread of its own."""
@@ -874,6 +889,7 @@ class Repo:
         self.protected: dict[str, str] = {}
         self.may_push: set[str] = set()
         self.deleted_forks: set[str] = set()
+        self.rules: list[str] = []  # of a ruleset for all branches; they refuse nothing
         path = accounts.root / self.owner / f"{self.name}.git"
         self.git = GitRepository(path, default_branch)
         self._write_protection()
@@ -909,12 +925,22 @@ class Repo:
 
     def is_protected(self, branch: str) -> bool:
         """Whether a rule refuses pushes to that branch."""
-        return self.rule_of(branch) is not None
+        return self.protection_of(branch) is not None
 
     def rule_of(self, branch: str) -> str | None:
         """The rule, a name or a glob, that protects the branch."""
         found = (r for r in self.protected if fnmatch.fnmatchcase(branch, r))
         return next(found, None)
+
+    def protection_of(self, branch: str) -> str | None:
+        """The kind of the rule that refuses pushes to that branch."""
+        kinds = (k for b, k in self.protected.items() if fnmatch.fnmatchcase(branch, b))
+        return next(kinds, None)
+
+    def rules_for(self, branch: str) -> list[str]:
+        """The types of the rulesets' rules that apply to that branch."""
+        refuses = ["pull_request"] if self.protection_of(branch) == "ruleset" else []
+        return [*refuses, *self.rules]
 
     def protect(
         self,
@@ -1427,7 +1453,8 @@ def branch_json(base: str, repo: Repo, name: str, sha: str) -> Json:
     return {
         "name": name,
         "commit": {"sha": sha, "url": f"{url}/commits/{sha}"},
-        "protected": repo.is_protected(name),
+        "protected": repo.is_protected(name) or bool(repo.rules_for(name)),
+        "protection": {"enabled": repo.protection_of(name) == "branch-protection"},
         "protection_url": f"{url}/branches/{name}/protection",
     }
 
@@ -1850,6 +1877,13 @@ def get_branch(call: Call) -> Reply:
     return json_reply(200, branch_json(call.base, call.repo, name, sha))
 
 
+@GITHUB("GET", "/repos/{owner}/{name}/rules/branches/{branch+}", "metadata:read")
+def get_rules(call: Call) -> Reply:
+    found = call.repo.rules_for(call.args["branch"])
+    source = {"ruleset_source_type": "Repository", "ruleset_id": 1}
+    return paginated(call, [{"type": rule, **source} for rule in found])
+
+
 @GITHUB("GET", "/repos/{owner}/{name}/git/ref/{ref+}", "contents:read")
 def get_ref(call: Call) -> Reply:
     ref = f"refs/{call.args['ref']}"
@@ -2208,8 +2242,9 @@ class FakeForge(FakeServer):
         port: int = 0,
         root: Path | None = None,
         clock: Callable[[], float] = time.time,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(host, port, clock)
+        super().__init__(host, port, clock, tls)
         self._own_root = None if root else tempfile.mkdtemp(prefix="fake-forge-")
         self.root = root or Path(str(self._own_root))
         self.data = ForgeData(Accounts(clock, self.root, self.url), tokens, app)
@@ -2347,7 +2382,7 @@ class FakeForge(FakeServer):
             raise Refused(404, "Not Found")
         row, args = self.routes.find(request.method, request.path.removeprefix(prefix))
         host = request.headers.get("host", f"{self.host}:{self.port}")
-        base, name = f"http://{host}{prefix}", self.repo_name(args)
+        base, name = f"{self.scheme}://{host}{prefix}", self.repo_name(args)
         call = Call(self.data, request, base, token, args, name)
         self.admit(call, row.needs)
         return row.function(call)

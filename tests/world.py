@@ -256,14 +256,20 @@ DIALECTS: dict[str, tuple[type[demo.FakeForge], Callable[[str], dict[str, Any]]]
 
 @contextlib.contextmanager
 def world(
-    root: Path, docker: Any = None, clock: Any = time.time, kind: str = "github"
+    root: Path,
+    docker: Any = None,
+    clock: Any = time.time,
+    kind: str = "github",
+    serve: Any = None,
 ) -> Iterator[World]:
-    """A world of one forge; with `docker` (a low-level client) on the real engine."""
+    """A world of one forge; with `docker` (a low-level client) on the real engine.
+
+    `serve` makes the fake from its dialect and tokens otherwise than by default."""
     dialect, settings_of = DIALECTS[kind]
     with contextlib.ExitStack() as stack:
-        forge = stack.enter_context(
-            dialect([demo.Token(TOKEN, "operator", name="operator")])
-        )
+        tokens = [demo.Token(TOKEN, "operator", name="operator")]
+        made_forge = serve(dialect, tokens) if serve else dialect(tokens)
+        forge = stack.enter_context(made_forge)
         host = bridge_address(docker) if docker else "127.0.0.1"
         model = stack.enter_context(demo.FakeModel(solve(), key=KEY, host=host))
         repo = forge.create_repo(

@@ -868,7 +868,7 @@ FAULTS: list[tuple[str, dict[str, str | None], str]] = [
     ("bad rules", {}, "✗ triggers: triggers.json: line 1, column 1: not JSON"),
     ("no rule", {}, "⚠ triggers: 0 rules"),
     ("other forge", {}, "✗ gitlab: rules name gitlab, which is not served"),
-    ("not yet", {}, "⚠ triggers: triggers[1]: in this version publish: agent is"),
+    ("no CLI", {}, "✗ job image: publish: agent on github with pi-job:latest"),
     ("no sessions", {}, "✗ sessions: triggers[1]: `resume` without PI_SESSIONS_DIR"),
     ("no secret", {"WEBHOOK_SECRET": None}, "✗ forges: no forge is served"),
     ("no token", {"GITHUB_PAT": None}, "✗ github: deliveries are taken, but there is"),
@@ -904,7 +904,7 @@ def spoil(name: str, folder: Path, paper: PaperEngine) -> None:
     rules: dict[str, Any] = {
         "no rule": [],
         "other forge": [*RULES, GITLAB],
-        "not yet": [*RULES, {**RULES[0], "run": {**RUN, "publish": "agent"}}],
+        "no CLI": [*RULES, {**RULES[0], "run": {**RUN, "publish": "agent"}}],
         "no sessions": [*RULES, {**RULES[0], "run": {**RUN, "resume": True}}],
     }
     if name in rules:

@@ -137,6 +137,8 @@ class ForgeRow(msgspec.Struct, frozen=True):
     secret_variable: str
     label_actions: Mapping[str | None, Literal["all", "added", "nothing"]]
     comment_actions: tuple[str | None, ...] | None
+    #: A ref that reaches a request's head also when its branch is a fork's.
+    merge_ref: str | None = None
 
 
 FORGES: dict[str, ForgeRow] = {
@@ -209,6 +211,7 @@ FORGES: dict[str, ForgeRow] = {
             "AZURE_WEBHOOK_SECRET",
             {"created": "all", "updated": "added"},
             None,
+            "refs/pull/{n}/merge",
         ),
     )
 }
@@ -560,6 +563,12 @@ def _url(text: str) -> str:
     return text.strip().rstrip("/")
 
 
+def _header_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9-]+", text.strip()):
+        raise ValueError("must be the name of a header, such as X-Webhook-Secret")
+    return text.strip()
+
+
 def _words(text: str) -> tuple[str, ...]:
     words = tuple(word for word in re.split(r"[,\s]+", text) if word)
     if not words:
@@ -865,6 +874,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         (),
         "Forgejo's webhook secrets, comma separated.",
     )
+    azure_org_url: str | None = _setting(
+        "AZURE_ORG_URL",
+        _url,
+        None,
+        "Azure DevOps organisation, or a server's collection.",
+    )
+    azure_token: str | None = _setting(
+        "AZURE_TOKEN", _text, None, "Personal access token there."
+    )
+    azure_webhook_mode: str = _setting(
+        "AZURE_WEBHOOK_MODE",
+        _choice("basic", "header"),
+        "basic",
+        "Where Azure's deliveries bring the secret: basic authentication, or a header.",
+    )
+    azure_webhook_secret: tuple[str, ...] = _setting(
+        "AZURE_WEBHOOK_SECRET",
+        _secrets,
+        (),
+        "Azure's webhook secrets, comma separated; in basic mode `user:password`, "
+        "or a password for any user.",
+    )
+    azure_webhook_header: str | None = _setting(
+        "AZURE_WEBHOOK_HEADER",
+        _header_name,
+        None,
+        "The header that brings the secret in header mode.",
+    )
     providers: Mapping[str, Provider] = msgspec.field(
         default_factory=lambda: dict(PROVIDERS)
     )
@@ -889,6 +926,7 @@ SETTINGS: Mapping[str, SettingRow] = dict(
 _TOGETHER = (
     ("GITLAB_WEBHOOK_SECRET", "GITLAB_WEBHOOK_MODE", "GITLAB_TOKEN"),
     ("FORGEJO_WEBHOOK_SECRET", "FORGEJO_URL", "FORGEJO_TOKEN"),
+    ("AZURE_WEBHOOK_SECRET", "AZURE_ORG_URL", "AZURE_TOKEN"),
 )
 
 
@@ -912,6 +950,13 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
         ),
         "GITLAB_WEBHOOK_SECRET=… must be signing tokens, `whsec_` and base64, with "
         "GITLAB_WEBHOOK_MODE=signature",
+    ),
+    (
+        lambda parsed: (
+            parsed.get("azure_webhook_mode") == "header"
+            and "azure_webhook_header" not in parsed
+        ),
+        "AZURE_WEBHOOK_MODE=header needs AZURE_WEBHOOK_HEADER",
     ),
 )
 
@@ -1240,6 +1285,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     `added` the labels added by this very event (None: not known). `fault` is a
     drop reason found while parsing. `when` is the item's own time, if given.
     `incomplete`: the forge's API must tell the rest before this can be judged.
+    `markup` is the language of `comment`. `head_ref` is the full name of the
+    request's source branch where the forge has no ref of the request itself, and
+    `rev` the item's revision that the event made.
     `inert`: a request's update that changed neither its commits, nor that it is a
     draft, nor added a label.
     `remember`: the labels the item has from now on, of a forge that does not say
@@ -1267,6 +1315,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     when: float | None = None
     fault: str | None = None
     incomplete: bool = False
+    markup: Literal["html", "markdown"] = "markdown"
+    head_ref: str | None = None
+    rev: int | None = None
     inert: bool = False
     remember: tuple[str, ...] | None = None
 
@@ -1385,6 +1436,25 @@ def _html_prose(text: str) -> Iterator[str]:
         parts.append("\n" if _BREAKS.fullmatch(tag[2] or "") else "")
         depth, last = _set_apart(depth, tag), tag.end()
     yield "".join(parts)
+
+
+def html_text(text: str) -> str:
+    """The text of an item's HTML as a person sees it, for the prompt."""
+    from html import unescape
+
+    seen = re.sub(r"(?is)<(script|style)\b.*?(?:</\1\s*>|\Z)", "", text) + "<br>"
+    parts, last = [""], 0
+    for tag in _TAG.finditer(seen):
+        piece = unescape(seen[last : tag.start()]).replace("\xa0", " ")
+        begins = parts[-1].endswith("\n")
+        if not (begins and piece.isspace() and "\n" in piece):
+            parts += filter(None, [piece])
+        begins = parts[-1].endswith("\n")
+        name = (tag[2] or "").lower()
+        if name == "br" or (_BREAKS.fullmatch(name) and not begins):
+            parts.append("\n")
+        last = tag.end()
+    return "".join(parts).replace("\r\n", "\n").strip()
 
 
 @functools.cache
@@ -2406,12 +2476,9 @@ def _match_comment(
     mine: Sequence[Rule], rules: Sequence[Rule], event: Event
 ) -> Match | Drop:
     """The phrase in the comment; the word after it may choose the flow."""
-    work_item = event.forge == "azure" and event.target and event.target.type == "issue"
     for rule in mine:
         phrase = rule.on.phrase or ""
-        word = _mentioned(
-            phrase, event.comment or "", "html" if work_item else "markdown"
-        )
+        word = _mentioned(phrase, event.comment or "", event.markup)
         if word is not None:
             flows = {r.run.flow for r in rules if r.run.kind != "local"}
             return Match(rule, word if word in flows else rule.run.flow, phrase)
@@ -2450,6 +2517,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     run: Run
     trigger: Trigger
     head: str | None = None
+    head_ref: str | None = None
     comment: str | None = None
     review: str | None = None
     replica: int | None = None
@@ -2480,14 +2548,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             self,
             target=Target(self.target.type, self.target.number),
             run=msgspec.structs.replace(self.run, instructions=None),
+            head_ref=None,
             comment=None,
             review=None,
         )
 
 
+def placed(match: Match, event: Event) -> Event:
+    """The event in its repository: a work item has only a project, and the rule
+    names the repository that serves it."""
+    repository = match.rule.run.repository
+    if repository is None or event.target is None or event.target.type != "issue":
+        return event
+    return msgspec.structs.replace(event, repo=f"{event.repo}/{repository}")
+
+
 def fan_out(match: Match, event: Event) -> tuple[Job, ...]:
     """The jobs of one allowed delivery: one, or one for each replica."""
+    event = placed(match, event)
     assert event.target and event.repo and event.actor
+    html = event.markup == "html" and event.comment is not None
     n = match.rule.run.replicas
     plain = Job(
         id=job_id(event.forge, event.delivery),
@@ -2508,7 +2588,8 @@ def fan_out(match: Match, event: Event) -> tuple[Job, ...]:
             by=match.by,
         ),
         head=event.head,
-        comment=event.comment,
+        head_ref=event.head_ref,
+        comment=html_text(event.comment or "") if html else event.comment,
         review=event.review,
     )
     if n is None:
@@ -3012,7 +3093,8 @@ def _time(value: object) -> float | None:
 
     try:
         moment = datetime.fromisoformat(_str(value))
-        return moment.timestamp() if moment.tzinfo and moment.year > 1970 else None
+        real = moment.tzinfo and 1970 < moment.year < 9999
+        return moment.timestamp() if real else None
     except (ValueError, OverflowError):
         return None
 
@@ -3088,8 +3170,9 @@ class ApiForge(Forge):
 
     #: The field of Settings that holds the webhook's secrets.
     secret_field: ClassVar[str]
-    event_header: ClassVar[str]
-    delivery_header: ClassVar[str]
+    #: The headers that name the event and the delivery; None: the body does.
+    event_header: ClassVar[str | None]
+    delivery_header: ClassVar[str | None]
     #: What doctor says when there is no token, and of missed deliveries.
     token_fix: ClassVar[str]
     outage_hint: ClassVar[str]
@@ -3179,6 +3262,9 @@ class ApiForge(Forge):
         response = self._request(what, method, path, token, params, body)
         return self._read(what, answer, response)
 
+    def _sign(self, token: str | None) -> Callable[..., requests.PreparedRequest]:
+        return _bearer(token)
+
     def _request(
         self,
         what: str,
@@ -3189,18 +3275,19 @@ class ApiForge(Forge):
         body: object = None,
         etag: str | None = None,
     ) -> requests.Response:
-        """The bare answer; with an `etag` it may be 304, unchanged since then."""
+        """The bare answer; with an `etag` it may be 304, unchanged since then. A
+        `path` may be a whole URL of the same forge."""
         import requests
 
         unchanged = {"If-None-Match": etag} if etag else {}
         try:
             return self.session.request(
                 method,
-                self.api + path,
+                path if "://" in path else self.api + path,
                 params=dict(params),
                 json=body,
                 headers={**self.api_headers, **unchanged},
-                auth=_bearer(token),
+                auth=self._sign(token),
                 timeout=API_TIMEOUT,
                 allow_redirects=False,
             )
@@ -3235,6 +3322,12 @@ class ApiForge(Forge):
             yield from rows
             if len(rows) < PAGE_SIZE:
                 return
+
+
+def _quoted(segment: str) -> str:
+    from urllib.parse import quote
+
+    return quote(segment, safe="")
 
 
 def _no_token(why: str, fix: str) -> Refused:
@@ -4335,12 +4428,6 @@ def _forgejo_added(changes: object) -> tuple[str, ...] | None:
     return _label_names(*added) if added or removed else None
 
 
-def _quoted(segment: str) -> str:
-    from urllib.parse import quote
-
-    return quote(segment, safe="")
-
-
 def _same_repo(found: _GitHubRepository | None, repo: str) -> bool:
     return found is not None and _str(found.full_name).lower() == repo.lower()
 
@@ -4866,8 +4953,907 @@ def _header_bytes(text: str) -> bytes:
     return text.encode("latin-1", "backslashreplace")
 
 
+class _AzureUser(msgspec.Struct):
+    id: Any = None
+    displayName: Any = None
+    uniqueName: Any = None
+
+
+class _AzureProject(msgspec.Struct):
+    id: Any = None
+    name: Any = None
+
+
+class _AzureRepository(msgspec.Struct):
+    id: Any = None
+    name: Any = None
+    project: _AzureProject | _Odd = None
+
+
+class _AzureCommit(msgspec.Struct):
+    commitId: Any = None
+
+
+class _AzurePull(msgspec.Struct):
+    pullRequestId: Any = None
+    status: Any = None
+    title: Any = None
+    description: Any = None
+    sourceRefName: Any = None
+    creationDate: Any = None
+    createdBy: _AzureUser | _Odd = None
+    repository: _AzureRepository | _Odd = None
+    lastMergeSourceCommit: _AzureCommit | _Odd = None
+    forkSource: Any = None
+
+
+class _AzureLink(msgspec.Struct):
+    href: Any = None
+
+
+class _AzureLinks(msgspec.Struct):
+    self_: _AzureLink | _Odd = msgspec.field(default=None, name="self")
+    repository: _AzureLink | _Odd = None
+    threads: _AzureLink | _Odd = None
+
+
+class _AzureComment(msgspec.Struct):
+    """A comment on a request: inside a resource 2.0, and all of a resource 1.0."""
+
+    id: Any = None
+    author: _AzureUser | _Odd = None
+    content: Any = None
+    commentType: Any = None
+    isDeleted: Any = None
+    publishedDate: Any = None
+    lastUpdatedDate: Any = None
+    lastContentUpdatedDate: Any = None
+    links: _AzureLinks | _Odd = msgspec.field(default=None, name="_links")
+    comment: _AzureComment | _Odd = None
+    pullRequest: _AzurePull | _Odd = None
+
+
+class _AzureVersion(msgspec.Struct):
+    commentId: Any = None
+    version: Any = None
+    isDeleted: Any = None
+
+
+class _AzureFields(msgspec.Struct):
+    """Fields of a work item: values, or in an update's diff old and new ones."""
+
+    project: Any = msgspec.field(default=None, name="System.TeamProject")
+    title: Any = msgspec.field(default=None, name="System.Title")
+    description: Any = msgspec.field(default=None, name="System.Description")
+    steps: Any = msgspec.field(default=None, name="Microsoft.VSTS.TCM.ReproSteps")
+    tags: Any = msgspec.field(default=None, name="System.Tags")
+    history: Any = msgspec.field(default=None, name="System.History")
+    changer: Any = msgspec.field(default=None, name="System.ChangedBy")
+    changed: Any = msgspec.field(default=None, name="System.ChangedDate")
+
+    def body(self) -> str:
+        """A bug has its steps in the description's place."""
+        return html_text(_str(self.description) or _str(self.steps))
+
+
+class _AzureWorkItem(msgspec.Struct):
+    """A work item, a revision of it, or an update that holds its revision."""
+
+    id: Any = None
+    workItemId: Any = None
+    rev: Any = None
+    revisedBy: _AzureUser | _Odd = None
+    fields: _AzureFields | _Odd = None
+    revision: _AzureWorkItem | _Odd = None
+    commentVersionRef: _AzureVersion | _Odd = None
+
+
+class _AzureContainers(msgspec.Struct):
+    project: _AzureProject | _Odd = None
+
+
+class _AzureDelivery(msgspec.Struct):
+    id: Any = None
+    subscriptionId: Any = None
+    notificationId: Any = None
+    eventType: Any = None
+    createdDate: Any = None
+    resource: msgspec.Raw = msgspec.Raw(b"null")
+    resourceContainers: _AzureContainers | _Odd = None
+
+
+class _AzureRows(msgspec.Struct, Generic[T]):
+    """A list as the API wraps it; a server of one's own may leave it out."""
+
+    value: list[T] | None = None
+
+
+class _AzureArea(msgspec.Struct):
+    id: str
+    locationUrl: str
+
+
+class _AzureConnection(msgspec.Struct):
+    authenticatedUser: _AzureUser
+
+
+class _AzureValue(msgspec.Struct):
+    value: str
+
+
+class _AzureGroup(msgspec.Struct):
+    descriptor: str
+    displayName: str = ""
+
+
+class _AzureMembership(msgspec.Struct):
+    containerDescriptor: str
+
+
+class _AzureIdentity(msgspec.Struct):
+    memberOf: list[str] | None = None
+    properties: dict[str, Any] = {}
+
+    def property(self, name: str) -> str:
+        value = self.properties.get(name)
+        return _str(value.get("$value") if isinstance(value, dict) else value)
+
+
+class _AzureIteration(msgspec.Struct):
+    id: int
+    author: _AzureUser | _Odd = None
+
+
+class _AzureDefault(msgspec.Struct):
+    id: str
+    defaultBranch: str | None = None
+
+
+class _AzureRequest(msgspec.Struct):
+    pullRequestId: int
+    title: str = ""
+    sourceRefName: str = ""
+    forkSource: Any = None
+
+
+class _AzureNote(msgspec.Struct):
+    """A comment of ours or of others, on a request or on a work item."""
+
+    id: int | None = None
+    content: str | None = None
+    text: str | None = None
+    author: _AzureUser | None = None
+    createdBy: _AzureUser | None = None
+    isDeleted: bool = False
+
+
+class _AzureThread(msgspec.Struct):
+    comments: list[_AzureNote] | None = None
+
+
+class _AzureNotes(msgspec.Struct):
+    comments: list[_AzureNote] = []
+    continuationToken: str | None = None
+
+
+class _AzurePolicyType(msgspec.Struct):
+    id: str
+
+
+class _AzurePolicy(msgspec.Struct):
+    type: _AzurePolicyType
+    isEnabled: bool = False
+    isBlocking: bool = False
+    isDeleted: bool = False
+
+
+_GUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
+_AZURE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+#: Names of projects and repositories (learn.microsoft.com, "Naming restrictions").
+_AZURE_NAME = re.compile(r"(?![_. ])[^/\\:~&%;@'\"?<>|#$*{},+=\[\]]{1,64}(?<![. ])")
+_AZURE_REF = re.compile(r"refs/heads/(?!-)[^\x00-\x20\x7f~^:?*\[\\]{1,244}")
+_AZURE_PULL = re.compile(
+    r"(?:/(?P<project>[^/]+))?/_apis/git/repositories/(?P<repo>[^/?#]+)"
+    r"(?:/pullRequests/(?P<number>[0-9]{1,16})(?:/threads/(?P<thread>[0-9]{1,16}))?)?",
+    re.I,
+)
+#: The zero GUID, and who nobody is: a token that does not hold may be taken for him.
+_NOBODY = tuple(re.sub("x", c, "x" * 8 + "-xxxx" * 3 + "-" + "x" * 12) for c in "0a")
+#: An address in HTML that no link holds; those of our comments would be dead text.
+_BARE_URL = re.compile(r"(?<=[\s>])(?<!\">)https?://[^\s<]+(?<![.,;:!?)])")
+#: Branch policies that let a branch change through a request only (learn.microsoft.com,
+#: "Policy types"); those on file sizes or names do not.
+_AZURE_PROTECTION = frozenset(
+    (
+        "fa4e907d-c16b-4a4c-9dfa-4906e5d171dd",  # reviewers, so many
+        "fd2167ab-b0be-447a-8ec8-39368250530e",  # reviewers, by name
+        "40e92b44-2fe1-4dd6-b3d8-74a9c21d0c6e",  # linked work items
+        "c6a1889d-b943-4856-b76f-9e46bb6b0df2",  # resolved comments
+        "0609b952-1397-4640-95ec-e00a01b2c241",  # build
+        "cbdc66da-9728-4af8-aada-9a5a32e4a226",  # status
+        "fa4e907d-c16b-4a4c-9dfa-4916e5d171ab",  # merge strategy
+    )
+)
+
+
+def _guid(value: object) -> str | None:
+    text = _str(value).lower()
+    known = _GUID.fullmatch(text) and text not in _NOBODY
+    return text if known else None
+
+
+def _azure_name(value: object) -> str | None:
+    """A project's or repository's name that is safe as a path segment."""
+    text = _str(value)
+    return text if _AZURE_NAME.fullmatch(text) and text.isprintable() else None
+
+
+def _azure_actor(user: object) -> Actor | None:
+    found = _shaped(_AzureUser, user)
+    number = _guid(found.id)
+    return Actor(number, _str(found.uniqueName)) if number else None
+
+
+def _azure_changer(value: object) -> Actor | None:
+    """Who a work item's `System.ChangedBy` names.
+
+    Newer versions give an identity; older ones `Name <mail>`, of which only what
+    stands in the trailing brackets counts. The id of such an actor is no GUID: it
+    is unproven until the API has told the identity behind it.
+    """
+    if isinstance(value, dict):
+        number = _guid(value.get("id"))
+        return Actor(number, _str(value.get("uniqueName"))) if number else None
+    text = _str(value).strip()
+    mail = re.search(r"<([^<>]+)>\Z", text)
+    unproven = f"unproven-{_digest(text, 16)}"
+    return Actor(unproven, mail[1].strip() if mail else "") if text else None
+
+
+def _azure_tags(value: object) -> tuple[str, ...]:
+    """`"a; b"` as names; the first spelling of those that differ in case."""
+    found: dict[str, str] = {}
+    for name in map(str.strip, _str(value).split(";")):
+        found.setdefault(name.casefold(), name)
+    return tuple(filter(None, found.values()))
+
+
+def _azure_ref(value: object) -> str | None:
+    """A branch's full name, fit to be asked for (git-check-ref-format(1))."""
+    text = _str(value)
+    odd = re.search(r"\.\.|//|@\{|/\.|\.lock(?:/|\Z)|[./]\Z", text)
+    return text if _AZURE_REF.fullmatch(text) and not odd else None
+
+
+class Azure(ApiForge):
+    """dev.azure.com, and Azure DevOps Server from 2019 Update 1 on.
+
+    Facts: learn.microsoft.com "Service hooks events", "Web Hooks", and the REST
+    pages of Git, Work Item Tracking, Graph, Identities, Policy, version 5.1.
+    """
+
+    kind: ForgeKind = "azure"
+    secret_field = "azure_webhook_secret"
+    event_header = None
+    delivery_header = None
+    token_fix = "set AZURE_TOKEN; see the README"
+    outage_hint = (
+        "a subscription that failed too often is off until it is enabled again"
+    )
+    api_headers = {
+        "Accept": "application/json",
+        "User-Agent": f"pidispatch/{__version__}",
+        "X-TFS-FedAuthRedirect": "Suppress",
+    }
+    version = "5.1"
+    #: Event, the rules' word for it, and the type of rule that it may fire.
+    events: ClassVar[Mapping[str, tuple[str, str | None, str]]] = {
+        "workitem.created": ("workitem", "created", "label"),
+        "workitem.updated": ("workitem", "updated", "label"),
+        "workitem.commented": ("workitem", "commented", "comment"),
+        "git.pullrequest.created": ("git.pullrequest", "created", "pull_request"),
+        "git.pullrequest.updated": ("git.pullrequest", "updated", "pull_request"),
+        "ms.vss-code.git-pullrequest-comment-event": (
+            "ms.vss-code.git-pullrequest-comment-event",
+            None,
+            "comment",
+        ),
+    }
+    #: Services with an address of their own (azure-devops-python-api, resource areas).
+    graph_area = "bb1e7ec9-e901-4b68-999a-de7012b920f8"
+    identity_area = "8a3d49b8-91f0-46ef-b33d-dda338c25db3"
+    #: Project groups that do not let anybody steer; the second holds everyone.
+    onlookers = frozenset(("readers", "project valid users"))
+    #: The most pages of a list, groups of a person, and descriptors in one question.
+    pages, walk, together = 20, 200, 20
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        super().__init__(settings, session, clock)
+        self.api = settings.azure_org_url or ""
+        self._areas: dict[str, str] | None = None
+
+    # --- a delivery
+
+    def verify(self, headers: Mapping[str, str], body: bytes) -> None:
+        """Azure signs nothing: the secret itself comes along."""
+        import hmac
+
+        basic = self.settings.azure_webhook_mode == "basic"
+        given = self._basic(headers) if basic else self._named(headers)
+        held = False
+        for secret in self.settings.azure_webhook_secret:
+            known, said = secret.encode(), given
+            if basic and ":" not in secret:
+                said = given.partition(b":")[2]
+            held |= hmac.compare_digest(known, said)
+        if not held or not given:
+            raise Unauthorized("azure: the credential does not hold")
+
+    @staticmethod
+    def _basic(headers: Mapping[str, str]) -> bytes:
+        """`user:password` of the Authorization header; nothing if there is none."""
+        import base64
+
+        scheme, _, pair = headers.get("authorization", "").partition(" ")
+        try:
+            decoded = base64.b64decode(pair.strip().encode("ascii"), validate=True)
+        except ValueError:
+            return b""
+        return decoded if scheme.lower() == "basic" and b":" in decoded else b""
+
+    def _named(self, headers: Mapping[str, str]) -> bytes:
+        name = (self.settings.azure_webhook_header or "").lower()
+        # http.server reads header bytes as latin-1
+        return headers.get(name, "").encode("latin-1", "replace") if name else b""
+
+    def parse(self, headers: Mapping[str, str], body: bytes) -> Event:
+        sent = _decode(_AzureDelivery, body)
+        ids = (sent.subscriptionId, sent.notificationId, sent.id)
+        texts = filter(str.strip, (_id(part) or _str(part) for part in ids))
+        # an odd part still tells deliveries apart, and must not look like two
+        safe = (t if _AZURE_ID.fullmatch(t) else f"h{_digest(t)}" for t in texts)
+        delivery = ".".join(safe)
+        if not delivery:
+            raise Malformed("no subscriptionId, notificationId or id")
+        known = self.events.get(_str(sent.eventType))
+        name, action, kind = known or (_str(sent.eventType), None, None)
+        event = Event(
+            forge="azure",
+            delivery=delivery,
+            name=name,
+            action=action,
+            kind=cast(Any, kind),
+            fault=None if known else "unhandled-event",
+            when=_time(sent.createdDate),
+        )
+        if name.startswith("workitem"):
+            event = self._work_item(event, sent)
+        elif name.startswith("git.pullrequest") or kind == "comment":
+            event = self._on_request(event, sent)
+        if event.fault or (event.repo and event.target):
+            return event
+        lacks = "missing-number" if event.repo else "no-repository"
+        return msgspec.structs.replace(event, fault=lacks)
+
+    @staticmethod
+    def _resource(kind: type[T], sent: _AzureDelivery) -> T:
+        return _shaped(kind, _decode(cast(type[T], kind | _Odd), bytes(sent.resource)))
+
+    def _work_item(self, event: Event, sent: _AzureDelivery) -> Event:
+        """A work item has a project and no repository: a rule names that."""
+        item = self._resource(_AzureWorkItem, sent)
+        now = item
+        if event.action == "updated":
+            now = _shaped(_AzureWorkItem, item.revision)
+        fields = _shaped(_AzureFields, now.fields)
+        number = _number(item.workItemId) or _number(now.id)
+        actor = _azure_actor(item.revisedBy) or _azure_changer(fields.changer)
+        rev = _number(now.rev) or _number(item.rev)
+        tags, added = _azure_tags(fields.tags), self._added(item)
+        event = msgspec.structs.replace(
+            event,
+            repo=_azure_name(fields.project),
+            repo_id=_guid(self._project(sent)),
+            target=Target("issue", number, _str(fields.title), fields.body())
+            if number
+            else None,
+            actor=actor,
+            labels=_azure_tags(";".join((*tags, *added))),
+            added=None if event.action == "created" else added,
+            rev=rev,
+            when=_time(fields.changed) or event.when,
+            incomplete=bool(actor and not _guid(actor.id) and actor.login and rev),
+        )
+        return self._remark(event, item, fields) if event.kind == "comment" else event
+
+    @staticmethod
+    def _project(sent: _AzureDelivery) -> object:
+        containers = _shaped(_AzureContainers, sent.resourceContainers)
+        return _shaped(_AzureProject, containers.project).id
+
+    @staticmethod
+    def _added(item: _AzureWorkItem) -> tuple[str, ...]:
+        """The tags an update added; none where it did not change the tags."""
+        change = _shaped(_AzureFields, item.fields).tags
+        if not isinstance(change, dict):
+            return ()
+        before = {name.casefold() for name in _azure_tags(change.get("oldValue"))}
+        now = _azure_tags(change.get("newValue"))
+        return tuple(name for name in now if name.casefold() not in before)
+
+    @staticmethod
+    def _remark(event: Event, item: _AzureWorkItem, fields: _AzureFields) -> Event:
+        """A comment on a work item is HTML."""
+        version = _shaped(_AzureVersion, item.commentVersionRef)
+        again = version.isDeleted is True or (_number(version.version) or 1) > 1
+        return msgspec.structs.replace(
+            event,
+            comment=_str(fields.history),
+            comment_id=_id(version.commentId),
+            markup="html",
+            fault="action-not-actionable" if again else event.fault,
+        )
+
+    def _on_request(self, event: Event, sent: _AzureDelivery) -> Event:
+        if event.kind == "comment":
+            return self._said(event, sent)
+        pull = self._resource(_AzurePull, sent)
+        event = self._about(event, pull)
+        if event.action is None:
+            return event
+        if event.action == "created":
+            when = _time(pull.creationDate) or event.when
+            return msgspec.structs.replace(event, actor=event.author, when=when)
+        # an update is anything, votes too, and names nobody: the author stands in
+        # until the API has told who pushed
+        over = None if pull.status in ("active", None) else "action-not-actionable"
+        return msgspec.structs.replace(
+            event, actor=event.author, fault=over, incomplete=over is None
+        )
+
+    @staticmethod
+    def _about(event: Event, pull: _AzurePull) -> Event:
+        """The event with what a pull request object tells."""
+        repository = _shaped(_AzureRepository, pull.repository)
+        project = _azure_name(_shaped(_AzureProject, repository.project).name)
+        name, number = _azure_name(repository.name), _number(pull.pullRequestId)
+        title, body = _str(pull.title), _str(pull.description)
+        sha = _str(_shaped(_AzureCommit, pull.lastMergeSourceCommit).commitId)
+        return msgspec.structs.replace(
+            event,
+            repo=f"{project}/{name}" if project and name else None,
+            repo_id=_guid(repository.id),
+            target=Target("pull_request", number, title, body) if number else None,
+            author=_azure_actor(pull.createdBy),
+            head=sha if _SHA.fullmatch(sha) else None,
+            # the branch of a fork is not in this repository
+            head_ref=None if pull.forkSource else _azure_ref(pull.sourceRefName),
+        )
+
+    def _said(self, event: Event, sent: _AzureDelivery) -> Event:
+        """A comment on a request; resource 1.0 has it without the request."""
+        resource = self._resource(_AzureComment, sent)
+        said = resource
+        if resource.comment is not None:
+            said = _shaped(_AzureComment, resource.comment)
+        where = self._place(said)
+        thread, number = where.get("thread"), _id(said.id)
+        event = msgspec.structs.replace(
+            event,
+            actor=_azure_actor(said.author),
+            comment=_str(said.content),
+            comment_id=f"{thread}.{number}" if thread and number else None,
+            when=_time(said.publishedDate) or event.when,
+            fault=None if self._is_new(said) else "action-not-actionable",
+        )
+        if resource.pullRequest is not None:
+            return self._about(event, _shaped(_AzurePull, resource.pullRequest))
+        return self._linked(event, where, self._project(sent))
+
+    @staticmethod
+    def _is_new(said: _AzureComment) -> bool:
+        """Whether the comment was just written: its content is as old as itself.
+
+        Created, edited and deleted ones come as the same event. Two seconds are for
+        dates taken one after the other; of two dates the earlier one decides.
+        """
+        told = (said.lastContentUpdatedDate, said.lastUpdatedDate)
+        dates = [when for when in map(_time, told) if when is not None]
+        born = _time(said.publishedDate)
+        fresh = born is not None and bool(dates) and min(dates) - born <= 2
+        return fresh and said.isDeleted is not True and said.commentType != "system"
+
+    @staticmethod
+    def _place(said: _AzureComment) -> dict[str, str]:
+        """What the comment's links tell: project, repo, number, thread."""
+        links = _shaped(_AzureLinks, said.links)
+        told: dict[str, str] = {}
+        for link in (links.repository, links.self_, links.threads):
+            found = _AZURE_PULL.search(_str(_shaped(_AzureLink, link).href))
+            if found:
+                told |= {k: v for k, v in found.groupdict().items() if v}
+        return told
+
+    @staticmethod
+    def _linked(event: Event, where: Mapping[str, str], project: object) -> Event:
+        """The request that only links name, by GUIDs that the API takes for names."""
+        scope = _guid(where.get("project")) or _guid(project)
+        repo, number = _guid(where.get("repo")), int(where.get("number", 0))
+        if not (scope and repo and 1 <= number <= MAX_NUMBER):
+            fault = event.fault or "missing-number"
+            return msgspec.structs.replace(event, fault=fault)
+        return msgspec.structs.replace(
+            event,
+            repo=f"{scope}/{repo}",
+            repo_id=repo,
+            target=Target("pull_request", number),
+            incomplete=event.fault is None,
+        )
+
+    # --- the API
+
+    def _sign(self, token: str | None) -> Callable[..., requests.PreparedRequest]:
+        """Basic authentication with the token as the password and no user."""
+        from requests.auth import HTTPBasicAuth
+
+        return HTTPBasicAuth("", token or "")
+
+    def _token(self) -> str:
+        if self.settings.azure_token is None:
+            raise _no_token("Azure DevOps has no token", "set AZURE_TOKEN")
+        return self.settings.azure_token
+
+    def _ask(
+        self,
+        what: str,
+        answer: type[T],
+        path: str,
+        method: str = "GET",
+        body: object = None,
+        preview: str = "",
+        **params: str | int,
+    ) -> T:
+        """One call as ourselves; `preview` is the suffix of an unfinished API."""
+        params["api-version"] = self.version + preview
+        return self._call(what, answer, method, path, self._token(), body, **params)
+
+    def _read(self, what: str, answer: type[T], response: requests.Response) -> T:
+        """A token that does not hold may be answered 203 with a page to sign in."""
+        page = response.headers.get("content-type", "").startswith("text/html")
+        if response.status_code == 203 or (response.status_code == 200 and page):
+            said = f"{self.kind}: cannot {what}: the token was not accepted"
+            raise Rejected(said, 401)
+        return super()._read(what, answer, response)
+
+    def _rows(
+        self,
+        what: str,
+        row: type[T],
+        path: str,
+        preview: str = "",
+        **params: str | int,
+    ) -> Iterator[T]:
+        """Every row of a list that is continued by a header."""
+        params["api-version"] = self.version + preview
+        for _ in range(self.pages):
+            response = self._request(what, "GET", path, self._token(), params)
+            answer: Any = _AzureRows[row]  # type: ignore[valid-type]
+            yield from self._read(what, answer, response).value or ()
+            more = response.headers.get("x-ms-continuationtoken")
+            if not more:
+                return
+            params["continuationToken"] = more
+        raise InfraError(f"{self.kind}: cannot {what}: more than {self.pages} pages")
+
+    def _area(self, area: str) -> str | None:
+        """Where a service is; None on a server, which has everything at one place."""
+        if self._areas is None:
+            what, path = "find the services", "/_apis/resourceAreas"
+            rows = self._rows(what, _AzureArea, path, "-preview.1")
+            found = {row.id.lower(): row.locationUrl.rstrip("/") for row in rows}
+            scheme = self.api.partition("://")[0]
+            if any(url.partition("://")[0] != scheme for url in found.values()):
+                raise InfraError(f"azure: cannot {what}: one is not at {scheme}")
+            self._areas = found
+        return self._areas.get(area)
+
+    @contextlib.contextmanager
+    def _could_not_tell(self) -> Iterator[None]:
+        """A no that is not about the question asked is no answer to it."""
+        try:
+            yield
+        except (Rejected, Refused) as error:
+            raise InfraError(error.message, error.fix) from error
+
+    # --- who asked
+
+    def complete(self, event: Event) -> Event:
+        event = msgspec.structs.replace(event, incomplete=False)
+        with self._could_not_tell():
+            if event.rev is not None:
+                return self._revised(event)
+            if event.kind == "comment":
+                return self._about(event, self._pull(event))
+            return self._pushed(event)
+
+    def _revised(self, event: Event) -> Event:
+        """The identity behind `Name <mail>`: the API names the revision's author.
+
+        It must have that very mail; whatever stands in a display name is nothing.
+        """
+        assert event.repo and event.target and event.actor
+        what, project = "read the revision", _quoted(event.repo)
+        number = event.target.number
+        path = f"/{project}/_apis/wit/workItems/{number}/revisions/{event.rev}"
+        found = self._ask(what, _AzureWorkItem, path)
+        told = _azure_changer(_shaped(_AzureFields, found.fields).changer)
+        if told is None or told.login.casefold() != event.actor.login.casefold():
+            return event
+        return msgspec.structs.replace(event, actor=told)
+
+    def _pull(self, event: Event) -> _AzurePull:
+        assert event.repo and event.target
+        what, path = "read the pull request", self._pulls(event.repo)
+        return self._ask(what, _AzurePull, f"{path}/{event.target.number}")
+
+    def _pushed(self, event: Event) -> Event:
+        """An update's actor is who pushed last, else whose request it is."""
+        assert event.repo and event.target
+        path = f"{self._pulls(event.repo)}/{event.target.number}/iterations"
+        rows = list(self._rows("read the iterations", _AzureIteration, path))
+        newest = max(rows, key=lambda row: row.id, default=None)
+        actor = _azure_actor(newest.author) if newest else None
+        return msgspec.structs.replace(event, actor=actor or event.author)
+
+    def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
+        """A bare display name proves nothing; a GUID is asked about."""
+        return "ask" if event.actor and _guid(event.actor.id) else "denied"
+
+    def ask(self, event: Event) -> bool:
+        """Whether the actor is a member of the project, onlookers aside.
+
+        Graph shows a directory group's members only where they were listed by
+        name; the identity service, the only one a server has, knows all groups.
+        """
+        if event.repo is None or event.actor is None:
+            return False
+        project = event.repo.partition("/")[0]
+        what, path = "read the project", f"/_apis/projects/{_quoted(project)}"
+        with self._could_not_tell():
+            scope = _guid(self._ask(what, _AzureProject, path).id)
+            if scope is None:
+                raise InfraError(f"azure: cannot {what}: it has no id")
+            graph = self._area(self.graph_area)
+            if graph and self._in_graph(graph, scope, event.actor.id):
+                return True
+            return self._in_identities(scope, event.actor.id)
+
+    def _in_graph(self, graph: str, scope: str, actor: str) -> bool:
+        """Walk up from the actor through groups to one of the project's."""
+        at, want = self._descriptor(graph, actor), self._descriptor(graph, scope)
+        if at is None or want is None:
+            return False
+        what, path = "read the project's groups", f"{graph}/_apis/graph/groups"
+        asked: dict[str, Any] = {"scopeDescriptor": want}
+        rows = list(self._rows(what, _AzureGroup, path, "-preview.1", **asked))
+        barred = {g.descriptor for g in rows if g.displayName.lower() in self.onlookers}
+        ours, seen, todo = {g.descriptor for g in rows} - barred, barred, [at]
+        while todo:
+            path = f"{graph}/_apis/graph/memberships/{_quoted(todo.pop())}"
+            up = self._rows(
+                "read the memberships", _AzureMembership, path, "-preview.1"
+            )
+            new = {row.containerDescriptor for row in up} - seen
+            if new & ours:
+                return True
+            seen, todo = seen | new, [*todo, *new]
+            if len(seen) > self.walk:
+                raise InfraError("azure: too many groups to tell a membership")
+        return False
+
+    def _descriptor(self, graph: str, guid: str) -> str | None:
+        path = f"{graph}/_apis/graph/descriptors/{guid}"
+        try:
+            what = "find the descriptor"
+            return self._ask(what, _AzureValue, path, preview="-preview.1").value
+        except Rejected as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def _in_identities(self, scope: str, actor: str) -> bool:
+        """Whether a group of the project is among all those the actor is in."""
+        who = {"identityIds": actor, "queryMembership": "Expanded"}
+        above = [g for row in self._identities(**who) for g in row.memberOf or ()]
+        domain = f"vstfs:///classification/teamproject/{scope}"
+        for first in range(0, len(above), self.together):
+            some = ",".join(above[first : first + self.together])
+            for group in self._identities(descriptors=some):
+                inside = group.property("Domain").lower() == domain
+                everyone = group.property("SpecialType") == "EveryoneApplicationGroup"
+                onlooks = group.property("Account").lower() in self.onlookers
+                if inside and not everyone and not onlooks:
+                    return True
+        return False
+
+    def _identities(self, **which: str) -> list[_AzureIdentity]:
+        base = self._area(self.identity_area) or self.api
+        answer = _AzureRows[_AzureIdentity | None]
+        found = self._ask(
+            "read identities", answer, f"{base}/_apis/identities", **which
+        )
+        return [row for row in found.value or () if row]
+
+    def _who_we_are(self) -> str | None:
+        if self.settings.azure_token is None:
+            return None
+        what, path = "read our own account", "/_apis/connectionData"
+        found = self._ask(what, _AzureConnection, path, preview="-preview")
+        own = _guid(found.authenticatedUser.id)
+        if own is None:
+            raise InfraError(f"azure: cannot {what}: the token was not accepted")
+        return own
+
+    # --- the repository and its requests
+
+    def credential(self, repo: str) -> Credential:
+        """The operator's token; git sends no password without a user."""
+        return Credential("oauth2", self._token())
+
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """What `az` with its devops extension reads."""
+        token = self._token()
+        return {"AZURE_DEVOPS_EXT_PAT": token, "AZURE_DEVOPS_ORG_URL": self.api}
+
+    def clone_url(self, repo: str) -> str:
+        project, _, name = repo.partition("/")
+        return f"{self.api}/{_quoted(project)}/_git/{_quoted(name)}"
+
+    @staticmethod
+    def _repository(repo: str) -> str:
+        project, _, name = repo.partition("/")
+        return f"/{_quoted(project)}/_apis/git/repositories/{_quoted(name)}"
+
+    def _pulls(self, repo: str) -> str:
+        return self._repository(repo) + "/pullrequests"
+
+    def default_branch(self, repo: str) -> str:
+        what = "read the repository"
+        found = self._ask(what, _AzureDefault, self._repository(repo)).defaultBranch
+        if found is None:
+            raise Rejected(f"azure: cannot {what}: it has no branch", 404)
+        return found.removeprefix("refs/heads/")
+
+    def protected(self, repo: str, branch: str) -> bool:
+        """Whether a branch policy makes everyone go through a request.
+
+        Who may bypass policies is not told to anybody else.
+        """
+        project = _quoted(repo.partition("/")[0])
+        path = f"/{project}/_apis/git/policy/configurations"
+        with self._could_not_tell():
+            what = "read the repository"
+            number = self._ask(what, _AzureDefault, self._repository(repo)).id
+            asked: dict[str, Any] = {"repositoryId": number}
+            asked["refName"] = f"refs/heads/{branch}"
+            what, preview = "read the branch policies", "-preview.1"
+            return any(
+                row.isEnabled and row.isBlocking and not row.isDeleted
+                for row in self._rows(what, _AzurePolicy, path, preview, **asked)
+                if row.type.id.lower() in _AZURE_PROTECTION
+            )
+
+    def item(self, repo: str, target: Target) -> Target:
+        if target.type == "pull_request":
+            what, path = "read the pull request", self._pulls(repo)
+            pull = self._ask(what, _AzurePull, f"{path}/{target.number}")
+            title, body = _str(pull.title), _str(pull.description)
+        else:
+            path = f"{self._items(repo)}/{target.number}"
+            found = self._ask("read the work item", _AzureWorkItem, path)
+            fields = _shaped(_AzureFields, found.fields)
+            title, body = _str(fields.title), fields.body()
+        return msgspec.structs.replace(target, title=title, body=body)
+
+    @staticmethod
+    def _items(repo: str) -> str:
+        return f"/{_quoted(repo.partition('/')[0])}/_apis/wit/workItems"
+
+    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
+        if target.type == "pull_request":
+            path = f"{self._pulls(repo)}/{target.number}/threads"
+            self._comment_request(path, text, marker)
+        else:
+            path = f"{self._items(repo)}/{target.number}/comments"
+            self._comment_item(path, text, marker)
+
+    def _ours(self, user: _AzureUser | None) -> bool:
+        own = self.own_id()
+        return user is None or own is None or _guid(user.id) == own
+
+    def _comment_request(self, path: str, text: str, marker: str) -> None:
+        """One closed thread: an open one may keep the request from completing."""
+        for thread in self._rows("read the comments", _AzureThread, path):
+            for note in thread.comments or ():
+                if self._ours(note.author) and marker in (note.content or ""):
+                    return
+        said = text if marker in text else f"{text}\n\n{marker}"
+        first = {"parentCommentId": 0, "content": said, "commentType": "text"}
+        asked = {"comments": [first], "status": "closed"}
+        self._ask("comment", _AzureThread, path, "POST", asked)
+
+    def _comment_item(self, path: str, text: str, marker: str) -> None:
+        """A work item's comments are HTML, and hidden comments in it do not last.
+
+        So the marker is the last line's text, where no agent's text can stand.
+        """
+        mark = marker.strip("<!-> ")
+        for note in self._notes(path):
+            said = html_text(note.text or "")
+            if self._ours(note.createdBy) and said.endswith(mark):
+                return
+        from markdown_it import MarkdownIt
+
+        plain = text.replace(marker, "").rstrip()
+        shown = MarkdownIt("commonmark", {"html": False}).enable("table").render(plain)
+        shown = _BARE_URL.sub(r'<a href="\g<0>">\g<0></a>', shown)
+        shown += f'<div style="display:none">{mark}</div>'
+        asked = {"text": shown}
+        self._ask("comment", _AzureNote, path, "POST", asked, "-preview.3")
+
+    def _notes(self, path: str) -> Iterator[_AzureNote]:
+        asked: dict[str, Any] = {"$top": PAGE_SIZE, "order": "desc"}
+        for _ in range(self.pages):
+            what, preview = "read the comments", "-preview.3"
+            page = self._ask(what, _AzureNotes, path, preview=preview, **asked)
+            yield from page.comments
+            if not page.continuationToken:
+                return
+            asked["continuationToken"] = page.continuationToken
+
+    def find_request(self, repo: str, head: str) -> Request | None:
+        """The active pull request of exactly this branch of this repository."""
+        ref = f"refs/heads/{head}"
+        asked: dict[str, Any] = {"searchCriteria.status": "active"}
+        asked |= {"searchCriteria.sourceRefName": ref, "$top": PAGE_SIZE}
+        what = "look for the pull request"
+        for row in self._rows(what, _AzureRequest, self._pulls(repo), **asked):
+            if row.sourceRefName == ref and not row.forkSource:
+                return self._as_request(repo, row)
+        return None
+
+    def _as_request(self, repo: str, row: _AzureRequest) -> Request:
+        url = f"{self.clone_url(repo)}/pullrequest/{row.pullRequestId}"
+        return Request(row.pullRequestId, url, row.title)
+
+    def open_request(
+        self, repo: str, head: str, base: str, title: str, body: str
+    ) -> Request:
+        what = "open the pull request"
+        asked = {"title": title, "description": body[:4_000]}
+        asked["sourceRefName"] = f"refs/heads/{head}"
+        asked["targetRefName"] = f"refs/heads/{base}"
+        try:
+            row = self._ask(what, _AzureRequest, self._pulls(repo), "POST", asked)
+        except Rejected as error:
+            found = self.find_request(repo, head) if error.status == 409 else None
+            if found is None:
+                raise
+            return found
+        return self._as_request(repo, row)
+
+    def retitle_request(self, repo: str, number: int, title: str) -> None:
+        what, path = "retitle the pull request", f"{self._pulls(repo)}/{number}"
+        self._ask(what, _AzureRequest, path, "PATCH", {"title": title})
+
+
 _FORGE_CLASSES: dict[str, type[ApiForge]] = {
-    made.kind: made for made in (GitHub, GitLab, Forgejo)
+    "github": GitHub,
+    "gitlab": GitLab,
+    "forgejo": Forgejo,
+    "azure": Azure,
 }
 
 
@@ -4936,7 +5922,8 @@ def trial_headers(
     """`Name: value` lines as headers, with the event and the delivery filled in.
 
     The event is, in this order, its header, `event`, what the body tells, the
-    first part of the file's name. Raises ConfigError, OSError or Malformed.
+    first part of the file's name; a forge that names both in the body needs
+    none of that. Raises ConfigError, OSError or Malformed.
     """
     given: dict[str, str] = {}
     for line in headers:
@@ -4944,10 +5931,11 @@ def trial_headers(
         if not colon or not name.strip():
             raise ConfigError(f"{json.dumps(line)} is no header", "write 'Name: value'")
         given[name.strip().lower()] = value.strip()
-    if forge.event_header not in given:
+    if forge.event_header and forge.event_header not in given:
         told = event or forge.event_of(forge.json_of(given, path.read_bytes()))
         given[forge.event_header] = told or path.name.partition(".")[0]
-    given.setdefault(forge.delivery_header, "dry-run")
+    if forge.delivery_header:
+        given.setdefault(forge.delivery_header, "dry-run")
     return given
 
 
@@ -5281,12 +6269,23 @@ UPDATE jobs SET scope = json_extract(payload, '$.kind') || ':'
 UPDATE ledger SET scope = (SELECT scope FROM jobs WHERE jobs.id = ledger.job_id);
 """
 
+#: Comments that started work: a forge that words an edit as it words a new comment
+#: must not start it again.
+_SCHEMA_COMMENTS = """
+CREATE TABLE comments (
+    kind TEXT NOT NULL, target TEXT NOT NULL, comment TEXT NOT NULL, at REAL NOT NULL,
+    PRIMARY KEY (kind, target, comment)
+) STRICT;
+CREATE INDEX comments_at ON comments (at);
+"""
+
 #: Names of the migrations this version knows, oldest first; a file that has
 #: another one was written by a newer pidispatch and is left alone.
 _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("001-first", _SCHEMA_1),
     ("002-caps", _SCHEMA_CAPS),
     ("002-limited", _SCHEMA_LIMITED),
+    ("002-comments", _SCHEMA_COMMENTS),
 )
 
 
@@ -6181,10 +7180,13 @@ def _judged(
     if any(_window_holds(db, job, delivery.when) for job in jobs):
         return Admission("coalesced")
     target = jobs[0].title
+    if _acted_on(db, delivery.event, target):
+        return Admission("duplicate")
     if hourly and _recent(db, jobs[0], delivery.received) >= hourly:
         _put_limited(db, jobs[0], delivery.received)
         return Admission("rate-limited")
     _put_delivery(db, delivery, target, "admitted", None)
+    _remember_comment(db, delivery, target)
     for job in jobs:
         _put_job(db, job, delivery.when, delivery.received)
     return Admission("queued", tuple(job.id for job in jobs))
@@ -6196,6 +7198,19 @@ def _known(db: sqlite3.Connection, delivery: Delivery) -> bool:
              ((id = ?2 AND state = 'admitted') OR (body_sha = ?3 AND id <> ?2))"""
     values = (delivery.event.forge, delivery.id, delivery.body_sha)
     return db.execute(sql, values).fetchone() is not None
+
+
+def _acted_on(db: sqlite3.Connection, event: Event, target: str) -> bool:
+    sql = "SELECT 1 FROM comments WHERE kind = ? AND target = ? AND comment = ?"
+    values = (event.forge, target, event.comment_id)
+    return db.execute(sql, values).fetchone() is not None
+
+
+def _remember_comment(db: sqlite3.Connection, delivery: Delivery, target: str) -> None:
+    event = delivery.event
+    if event.comment_id is not None:
+        values = (event.forge, target, event.comment_id, delivery.received)
+        db.execute("INSERT OR IGNORE INTO comments VALUES (?, ?, ?, ?)", values)
 
 
 def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
@@ -6518,6 +7533,7 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
+    db.execute("DELETE FROM comments WHERE at < ?", (before,))
     db.execute("DELETE FROM limited WHERE at < ?", (before,))
     # a month of 31 days may have an hour more, and its cap counts all of it
     db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before - DAY,))
@@ -8186,8 +9202,8 @@ class Mirrors:
         """
         mirror = self.of(job.kind, job.repo)
         branch = f"refs/heads/{job.branch}" if job.branch else None
-        asked = request_ref(job)
-        seen = self.git.look(remote, *filter(None, ("HEAD", branch, asked)))
+        asked, beside = request_ref(job), merge_ref(job)
+        seen = self.git.look(remote, *filter(None, ("HEAD", branch, asked, beside)))
         if seen.head is None or "HEAD" not in seen.refs:
             raise Refused(
                 "repository-unavailable", "the repository has no commit to read"
@@ -8199,7 +9215,8 @@ class Mirrors:
                 raise Refused("sha-gone", "the request's head is gone")
         tips = [base, *filter(None, [request])]
         with mirror.locked():
-            mirror.obtain(remote, tips, [seen.head, *filter(None, [asked])])
+            spare = [ref for ref in (asked, beside) if ref in seen.refs]
+            mirror.obtain(remote, tips, [seen.head, *filter(None, spare)])
             mirror.hold(job.id, base, request)
         return Prepared(
             base=base,
@@ -8238,11 +9255,18 @@ class Mirrors:
 
 
 def request_ref(job: Job) -> str | None:
-    """The forge's ref of a request's head; Azure has none, its id must do."""
+    """The forge's ref of a request's head, else its branch; None if that is a
+    fork's, where only the commit's id is known."""
     ref = FORGES[job.kind].request_ref
     if job.target.type != "pull_request" or ref is None:
-        return None
+        return job.head_ref
     return ref.format(n=job.target.number)
+
+
+def merge_ref(job: Job) -> str | None:
+    """The request's merge, where the forge makes one and has no ref of the head."""
+    ref = FORGES[job.kind].merge_ref
+    return ref.format(n=job.target.number) if ref and not job.branch else None
 
 
 def _install_askpass(root: Path) -> None:
@@ -10666,10 +11690,10 @@ class LimitsFile(WatchedFile[Limits]):
 def judge(rules: Sequence[Rule], event: Event, own: str | None) -> Match | Drop:
     """What an event would start if its actor may: match first, then `self`."""
     found = match_event(rules, event)
-    if isinstance(found, Drop):
+    if isinstance(found, Drop) or event.incomplete:
         return found
     if event.actor is None:
-        return found if event.incomplete else Drop("missing-sender-id")
+        return Drop("missing-sender-id")
     return Drop("self") if event.actor.id == own else found
 
 
@@ -11966,14 +12990,7 @@ def in_force(rule: Rule, settings: Settings) -> Rule:
 
 def rule_limits(rule: Rule) -> list[str]:
     """What this version does not do of a rule; empty when it does it all."""
-    found = [f"in this version {what}" for holds, what in _RULES_NOT_YET if holds(rule)]
-    if rule.run.kind in FORGES and rule.run.kind not in _FORGE_CLASSES:
-        found.append(_ONLY)
-    return found
-
-
-#: What is said of a forge that another version will serve.
-_ONLY = f"this version serves {', '.join(_FORGE_CLASSES)} only"
+    return [f"in this version {what}" for holds, what in _RULES_NOT_YET if holds(rule)]
 
 
 def rule_detail(rule: Rule) -> str:
@@ -12055,6 +13072,7 @@ def try_delivery(
 def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
     found = match_event(rules, event)
     reason = found.reason if isinstance(found, Drop) else None
+    told, event = event, placed(found, event) if isinstance(found, Match) else event
     authority: Literal["payload", "api", "none"] = "none"
     if isinstance(found, Match) and event.actor is None:
         reason = "missing-sender-id"
@@ -12062,7 +13080,7 @@ def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
         says = forge.authority(event)
         authority = "api" if says == "ask" else "payload"
         reason = "not-allowed" if says == "denied" else None
-    jobs = fan_out(found, event) if isinstance(found, Match) and not reason else ()
+    jobs = fan_out(found, told) if isinstance(found, Match) and not reason else ()
     target = event.target
     return Trial(
         event=_event_and_action(event),
@@ -12627,8 +13645,7 @@ def _check_forges(
         if kind not in served:
             found = f"rules name {kind}, which is not served"
             fix = f"set {FORGES[kind].secret_variable}"
-            known = kind in _FORGE_CLASSES
-            checks.append(Check(kind, "fail", found, fix if known else _ONLY))
+            checks.append(Check(kind, "fail", found, fix))
     for kind, forge in served.items():
         try:
             own = forge.own_id()

@@ -346,6 +346,7 @@ def make_job(
     delivery: str = "d1",
     kind: pd.ForgeKind = "github",
     head: str | None = None,
+    head_ref: str | None = None,
 ) -> pd.Job:
     return pd.Job(
         id=pd.job_id(kind, delivery, replica),
@@ -360,6 +361,7 @@ def make_job(
             event="issues", delivery=delivery, sender="1", index=0, type="label", by="x"
         ),
         head=head,
+        head_ref=head_ref,
         replica=replica,
         replicas=replicas,
     )
@@ -604,6 +606,30 @@ def test_a_request_whose_ref_is_gone_is_sha_gone(bench: Bench) -> None:
 
 def test_an_azure_request_is_found_by_the_events_commit(bench: Bench) -> None:
     head = request_of(bench)
+    job = make_job(target="pull_request", kind="azure", head=head)
+    assert bench.prepare(job).request_sha == head
+
+
+def test_a_request_without_a_ref_of_its_own_is_read_at_its_source_branch(
+    bench: Bench,
+) -> None:
+    old = request_of(bench)
+    point(bench.origin, "refs/heads/topic", commit(bench.origin, [old], {"n": "1"}))
+    ref = "refs/heads/topic"
+    job = make_job(target="pull_request", kind="azure", head=old, head_ref=ref)
+    tip = run_git("rev-parse", ref, at=bench.origin).strip()
+    assert bench.prepare(job).request_sha == tip
+    run_git("update-ref", "-d", ref, at=bench.origin)
+    with pytest.raises(pd.Refused) as caught:
+        bench.prepare(job)
+    assert caught.value.reason == "sha-gone"
+
+
+def test_a_forks_commit_is_reached_by_the_requests_merge(bench: Bench) -> None:
+    """Where the forge gives no commit by its bare id."""
+    run_git("config", "uploadpack.allowAnySHA1InWant", "false", at=bench.origin)
+    head = commit(bench.origin, [], {"fork": "1"})
+    point(bench.origin, "refs/pull/7/merge", commit(bench.origin, [head], {"m": "1"}))
     job = make_job(target="pull_request", kind="azure", head=head)
     assert bench.prepare(job).request_sha == head
 

@@ -251,7 +251,6 @@ def test_the_doctor_says_when_an_agent_would_have_no_cli(
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (rule(LABEL, kind="azure", repository="r"), pidispatch._ONLY),
         (
             rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local"),
             "cron rules do not fire",

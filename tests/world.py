@@ -81,7 +81,12 @@ class World:
             if "on" in rule
             else {
                 "on": {"type": "label", "any": ["pi:urgent"]},
-                "run": {"kind": self.forge.kind, "flow": "fix-issue", **rule},
+                "run": {
+                    "kind": self.forge.kind,
+                    "flow": "fix-issue",
+                    **self.forge.run_fields,
+                    **rule,
+                },
             }
             for rule in rules
         ]
@@ -153,13 +158,14 @@ class World:
         )
         status, answer = self.send(*delivery)
         if (status, answer["status"]) == (202, "pending"):
-            return self.wait_for(lambda: self.jobs_of(guid))
+            return self.wait_for(lambda: self.jobs_of(str(guid)))
         assert (status, answer["status"]) == (202, "queued"), answer
         return list(answer["jobs"])
 
     def jobs_of(self, guid: str) -> list[str]:
         """The ids of the jobs that a delivery became, in their order."""
-        return sorted(row.id for row in self.store.runs(100) if guid in row.id)
+        made = pidispatch.set_id(self.forge.kind, self.forge.delivery_id(guid))
+        return sorted(r.id for r in self.store.runs(100) if r.id.startswith(made))
 
     # -- ends ----------------------------------------------------------------
 
@@ -249,6 +255,14 @@ DIALECTS: dict[str, tuple[type[demo.FakeForge], Callable[[str], dict[str, Any]]]
             "forgejo_webhook_secret": (SECRET,),
             "forgejo_token": TOKEN,
             "forgejo_url": url,
+        },
+    ),
+    "azure": (
+        demo.FakeAzure,
+        lambda url: {
+            "azure_webhook_secret": (SECRET,),
+            "azure_token": TOKEN,
+            "azure_org_url": f"{url}/fabrikam",
         },
     ),
 }

@@ -8409,13 +8409,14 @@ class DockerBox:
     def _create_job(self) -> None:
         assert self.spec
         api, network = self.engine.api, network_name(self.job)
+        role = "canary" if self.spec.command else "job"
         endpoint = api.create_endpoint_config(ipv4_address=str(self.subnet[3]))
         api.create_container(
             self.spec.image.id,
             list(self.spec.command[1:]) or None,
             entrypoint=list(self.spec.command[:1]) or None,
             name=self.name,
-            labels=self.engine.labels(self.job, self.attempt, "job"),
+            labels=self.engine.labels(self.job, self.attempt, role),
             environment=dict(self.spec.environment),
             user=f"{self.spec.image.uid}:{self.spec.image.gid}",
             use_config_proxy=False,

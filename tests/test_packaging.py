@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 import pidispatch
 
 #: The README says so; a wheel that outgrows it has taken something in by mistake.
-WHEEL_BYTES = 300_000
+WHEEL_BYTES = 400_000
 NOT_SHIPPED = {"node_modules", "__pycache__", "test", "package-lock.json"}
 NOT_SHIPPED |= {"run-tests.sh", "tsconfig.json"}
 

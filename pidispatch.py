@@ -306,6 +306,7 @@ END_REASONS = (
     "operator-cancel",
     "shutdown",
     "oom-killed",
+    "disk-low",
     "outbox-refused",
     "unexpected-exit",
     "lost",
@@ -6538,6 +6539,11 @@ class Reader:
         rows = self._rows("SELECT value FROM flags WHERE name = ?", name)
         return rows[0][0] if rows else None
 
+    def open_jobs(self) -> frozenset[str]:
+        """Ids of the jobs that have not ended, or whose end is not published."""
+        rows = self._rows("SELECT id FROM jobs WHERE state <> 'done'")
+        return frozenset(row[0] for row in rows)
+
     def integrity(self) -> str:
         """`ok`, or SQLite's first complaint."""
         answer: str = self._rows("PRAGMA quick_check(1)")[0][0]
@@ -6763,6 +6769,7 @@ class Store(Controls):
 
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.touch(0o600)  # its log gets the mode the file is born with
             connection = _connect(self.path)
             connection.execute("PRAGMA journal_mode = WAL")
             _migrate(connection, self.path)
@@ -7947,10 +7954,11 @@ class BoxSpec(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     image: Image
     gate_image: Image
-    gate_line: bytes
+    gate_line: bytes  # none: no gate is started
     environment: Mapping[str, str]
     loopback: bool = False
     folder: Path | None = None
+    command: tuple[str, ...] = ()  # runs instead of the image's entrypoint
 
 
 #: A count that a box may state: SQLite and JSON readers can hold it.
@@ -8029,6 +8037,10 @@ class Engine(Protocol):
     def sweep(self, keep: frozenset[str]) -> int: ...
 
     def tail(self, job: str, lines: int) -> list[str]: ...
+
+    def isolates(self, proven: str | None) -> str | None: ...
+
+    def disk(self) -> Path | None: ...
 
 
 def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
@@ -8155,6 +8167,7 @@ class DockerEngine:
         self._local = threading.local()
         self._catalogues: dict[str, Mapping[str, Any]] = {}
         self._cpus: int | None = None
+        self._disk: Path | None = None
         self._next_subnet = int(random_hex(2), 16)
 
     @property
@@ -8176,10 +8189,15 @@ class DockerEngine:
         return client
 
     @property
+    def endpoint(self) -> str:
+        """Where the engine is asked; contexts of the CLI count for nothing."""
+        return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+
+    @property
     def local(self) -> bool:
         """Whether it is reached by a socket of this machine, so that it may see the
         same folders; over TCP or ssh it is another one for all we know."""
-        return (os.environ.get("DOCKER_HOST") or "unix:").startswith(_LOCAL_ENGINES)
+        return self.endpoint.startswith(_LOCAL_ENGINES)
 
     @property
     def cpus(self) -> int:
@@ -8293,6 +8311,48 @@ class DockerEngine:
             self.remove_job(job)
         return len(stale)
 
+    def stale(self, keep: frozenset[str], before: float) -> list[str]:
+        """Jobs not in `keep` that have a container from before that time, seconds."""
+        old = (row for row in self._list({}) if row["Created"] < before)
+        return sorted({row["Labels"].get(LABEL + "job", "") for row in old} - keep)
+
+    def isolates(self, proven: str | None) -> str | None:
+        """What proves that no box reaches the engine's host; None: one does.
+
+        One look an engine and version is enough: `proven` is what an earlier call
+        returned. Raises `InfraError` when it could not be seen.
+        """
+        with engine_answers():
+            facts = self.api.info()
+        this = f"{facts.get('ID')} {facts.get('ServerVersion')}"
+        if this == proven:
+            return this
+        image = self.image(self.settings.gate_image)
+        if image is None:
+            raise InfraError("there is no gate image to look at the engine with")
+        return None if canary(self, image).host else this
+
+    def disk(self) -> Path | None:
+        """Where the engine keeps volumes and logs, if that is a disk of this machine.
+
+        Neither has a quota, so a job can fill it.
+        """
+        if self._disk is None:
+            with engine_answers():
+                self._disk = Path(self.api.info().get("DockerRootDir") or "/nowhere")
+        here = self.endpoint.startswith("unix:") and self._disk.is_dir()
+        return self._disk if here else None
+
+    def host_addresses(self, subnet: IPv4Network) -> list[str]:
+        """Where a container may find the engine's host: its bridge, the usual one."""
+        import docker
+
+        rows: list[Mapping[str, str]] = []
+        with contextlib.suppress(docker.errors.NotFound):  # Podman has none
+            rows = self.api.inspect_network("bridge")["IPAM"]["Config"]
+        known = [row["Gateway"] for row in rows if row.get("Gateway")]
+        return [str(subnet[1]), *known]
+
     def remove_job(self, job: str) -> None:
         """Remove every container, network and volume of one job; idempotent."""
         import docker
@@ -8372,6 +8432,23 @@ class DockerEngine:
         address = int(pool.network_address) + self._next_subnet * size
         return IPv4Network((address, _SUBNET_BITS))
 
+    def free_subnets(self) -> int:
+        """How many /28s of PI_NETWORK_POOL the engine's networks leave."""
+        from ipaddress import IPv4Network
+
+        pool, size = IPv4Network(self.settings.network_pool), 1 << (32 - _SUBNET_BITS)
+        taken = 0
+        for row in self.api.networks():
+            for config in (row.get("IPAM") or {}).get("Config") or ():
+                if ":" in (config.get("Subnet") or ":"):
+                    continue  # IPv6, or none
+                other = IPv4Network(config["Subnet"])
+                if other.overlaps(pool):
+                    taken += max(
+                        1, min(other, pool, key=_addresses).num_addresses // size
+                    )
+        return max(0, pool.num_addresses // size - taken)
+
     def create_job_network(self, name: str, labels: Mapping[str, str]) -> IPv4Network:
         """The job's own network; isolated from the host unless PI_EGRESS=0.
 
@@ -8399,18 +8476,26 @@ class DockerEngine:
                 raise
             if "inhibit_ipv4" in str(made.get("Warning") or ""):
                 self.api.remove_network(made["Id"])
-                raise Refused(
-                    "engine-not-isolating",
-                    "this engine ignores inhibit_ipv4: jobs could reach the host",
-                )
+                raise Refused("engine-not-isolating", *NOT_ISOLATING)
             return subnet
         raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
 
 
 #: How the address of an engine on this machine begins.
 _LOCAL_ENGINES = ("unix:", "http+unix:", "npipe:")
+#: What is wrong with an engine that leaves its host reachable, and what to do.
+NOT_ISOLATING = (
+    "this engine does not keep a job from its host's own services: it ignores the "
+    "network option inhibit_ipv4",
+    "use a Docker Engine that knows it, or accept it with PI_EGRESS=0",
+)
+
 #: One creation at a time in this process.
 _OUTER_LOCK = threading.Lock()
+
+
+def _addresses(network: IPv4Network) -> int:
+    return network.num_addresses
 
 
 def _ipam(subnet: IPv4Network) -> Any:
@@ -8469,8 +8554,9 @@ class DockerBox:
                     raise
                 engine.remove_job(spec.job)  # ours, if it is ours; never another's
                 box._open_network()
-        box._gate_thread = threading.Thread(target=box._open_gate, daemon=True)
-        box._gate_thread.start()
+        if spec.gate_line:
+            box._gate_thread = threading.Thread(target=box._open_gate, daemon=True)
+            box._gate_thread.start()
         return box
 
     def _open_network(self) -> None:
@@ -8598,11 +8684,14 @@ class DockerBox:
     def _create_container(self) -> None:
         assert self.spec
         api, network = self.engine.api, network_name(self.job)
+        role = "canary" if self.spec.command else "job"
         endpoint = api.create_endpoint_config(ipv4_address=str(self.subnet[3]))
         api.create_container(
             self.spec.image.id,
+            list(self.spec.command[1:]) or None,
+            entrypoint=list(self.spec.command[:1]) or None,
             name=self.name,
-            labels=self.engine.labels(self.job, self.attempt, "job"),
+            labels=self.engine.labels(self.job, self.attempt, role),
             environment=dict(self.spec.environment),
             user=f"{self.spec.image.uid}:{self.spec.image.gid}",
             use_config_proxy=False,
@@ -8810,6 +8899,133 @@ def _send(socket: Any, data: bytes) -> None:
     # the SDK wraps a raw socket on unix, and gives the raw one over TLS
     raw = getattr(socket, "_sock", socket)
     raw.sendall(data)
+
+
+#: Runs where a job would run and prints what it could reach. A host that refuses a
+#: connection has answered; one whose firewall drops it still tells its hardware
+#: address.
+_PROBE = """
+import http.client, json, socket, time
+from concurrent.futures import ThreadPoolExecutor
+asked = json.load(open("/job/asked.json"))
+def answers(address):
+    try:
+        socket.create_connection((address, 9), 2).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return True
+def neighbours():
+    with open("/proc/net/arp") as table:
+        rows = [line.split() for line in list(table)[1:]]
+    return {row[0] for row in rows if int(row[2], 16) & 2}
+def ask(method, target, seconds=4):
+    gate = http.client.HTTPConnection("gate", 8080, timeout=seconds)
+    headers = {"authorization": "Bearer " + asked["token"]}
+    headers["anthropic-version"] = "2023-06-01"
+    try:
+        gate.request(method, target, headers=headers)
+        answer = gate.getresponse()
+        body = b"" if method == "CONNECT" else answer.read(65536)
+        return {"status": answer.status, "ours": b'"pidispatch_' in body}
+    except (OSError, http.client.HTTPException):
+        return {"status": 0, "ours": False}
+def ready():
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        if ask("GET", "/healthz", 1)["status"]:
+            return True
+        time.sleep(0.1)
+    return False
+def each(method, targets):
+    with ThreadPoolExecutor(8) as pool:
+        said = pool.map(lambda target: ask(method, target), targets.values())
+        return dict(zip(targets, said))
+with ThreadPoolExecutor(8) as pool:
+    said = list(pool.map(answers, asked["addresses"]))
+near = neighbours()
+seen = {"host": [a for a, yes in zip(asked["addresses"], said) if yes or a in near]}
+if asked["token"]:
+    seen["gate"] = ready()
+if seen.get("gate"):
+    seen["models"] = each("GET", asked["models"])
+    seen["hosts"] = each("CONNECT", {name: name for name in asked["hosts"]})
+print(json.dumps(seen))
+"""
+
+CANARY_SECONDS = 12
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """An answer of the gate: HTTP status, 0 for none; and whether it is its own."""
+
+    status: int
+    ours: bool = False
+
+
+class Canary(msgspec.Struct, frozen=True):
+    """What a box of ours could reach; `gate` is None when none was asked for.
+
+    `host` has the addresses of the engine's host that answered it; `models` and
+    `hosts` what the gate said of each provider's model list and of each CONNECT.
+    """
+
+    host: tuple[str, ...] = ()
+    gate: bool | None = None
+    models: Mapping[str, Heard] = {}
+    hosts: Mapping[str, Heard] = {}
+
+
+class Errand(msgspec.Struct, frozen=True):
+    """What a canary asks the gate for: paths of model lists by provider, `host:port`s.
+
+    `line` is what the gate itself is told; `token` what the canary shows it.
+    """
+
+    line: bytes = b""
+    token: str = ""
+    models: Mapping[str, str] = {}
+    hosts: tuple[str, ...] = ()
+    loopback: bool = False
+
+
+def canary(engine: DockerEngine, image: Image, errand: Errand | None = None) -> Canary:
+    """Start a box as a job's, with a probe in it; tell what that saw. Leaves nothing.
+
+    Raises `InfraError` when it could not start or said nothing in time.
+    """
+    errand = errand or Errand()
+    spec = BoxSpec(
+        job=f"canary-{random_hex(4)}",
+        attempt=1,
+        image=image,
+        gate_image=image,
+        gate_line=errand.line,
+        environment={},
+        loopback=errand.loopback,
+        command=("python3", "-I", "/job/probe.py"),
+    )
+    with engine_answers():
+        box = DockerBox.opened(engine, spec)
+        try:
+            return _look(box, errand)
+        finally:
+            box.remove()
+
+
+def _look(box: DockerBox, errand: Errand) -> Canary:
+    asked = {
+        "addresses": box.engine.host_addresses(box.subnet),
+        "token": errand.token,
+        "models": errand.models,
+        "hosts": errand.hosts,
+    }
+    script, given = _PROBE.encode(), json.dumps(asked).encode()
+    box.start({"probe.py": script, "asked.json": given})
+    box.wait(CANARY_SECONDS)
+    try:
+        return msgspec.json.decode(box.log(), type=Canary)
+    except ValueError as error:
+        raise InfraError(f"a box said nothing within {CANARY_SECONDS} s") from error
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -10142,6 +10358,9 @@ RETRY_SECONDS = 60
 MAX_ATTEMPTS = 2
 DEFER_SECONDS = 60
 DEFER_MAX_SECONDS = 600
+#: Free bytes below which no job starts, and below which the newest one is stopped:
+#: a host that is full loses the others' results, and its own services.
+DISK_FLOOR, DISK_STOP = 1 * 2**30, 256 * 2**20
 #: Each beat is a durable write, so it is rare.
 HEARTBEAT_SECONDS = 15.0
 SWEEP_SECONDS = 3_600.0
@@ -10649,6 +10868,15 @@ def _stored(path: Path, now: Stamp) -> tuple[str | None, bytes]:
     return None, clean_transcript(content, stamp)
 
 
+def free_bytes(path: Path) -> int:
+    """Free on the file system of `path`, or of its first parent that exists."""
+    import shutil
+
+    absolute = path.absolute()
+    there = next(p for p in (absolute, *absolute.parents) if p.exists())
+    return shutil.disk_usage(there).free
+
+
 class Leaving(Exception):
     """We are stopping; the container goes on and the next start adopts it."""
 
@@ -10666,10 +10894,12 @@ class Dispatcher:
         clock: Clock = time.time,
         new_token: Callable[[], str] = lambda: random_hex(32),
         limits: Callable[[], Limits] = lambda: NO_LIMITS,
+        free: Callable[[Path], int] = free_bytes,
     ) -> None:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
-        self.limits = limits
+        self.limits, self.free = limits, free
+        self._attended: dict[str, float] = {}
         self.mirrors = Mirrors(settings.state_dir / "mirrors")
         #: How often a job is put back for trouble that may pass.
         self.deferrals_max = DEFERRALS_MAX
@@ -10678,6 +10908,8 @@ class Dispatcher:
         self._telling = threading.Lock()
         self._noticing = threading.Lock()
         self._told: set[str] = set()
+        self._looking = threading.Lock()
+        self._isolates = False
 
     # -- the ladder: its order is the contract (30-jobs) ---------------------
 
@@ -10769,6 +11001,26 @@ class Dispatcher:
                 f"the gate's image `{tag}` is not here or has no gate",
                 "build it: `pidispatch build-image`",
             )
+
+    def check_isolation(self, attempt: Attempt) -> None:
+        self.prove_isolation(attempt.settings)
+
+    def prove_isolation(self, settings: Settings) -> None:
+        """A box must not reach the engine's host, unless the operator said PI_EGRESS=0.
+
+        Looked at once an engine; a good answer is kept in the store. Raises `Refused`,
+        or `InfraError` when it could not be seen.
+        """
+        with self._looking:
+            if self._isolates or not settings.isolated:
+                return
+            known = self.store.flag("isolation")
+            proven = self.engine.isolates(known)
+            if proven is None:
+                raise Refused("engine-not-isolating", *NOT_ISOLATING)
+            if proven != known:
+                self.store.set_flag("isolation", proven)
+            self._isolates = True
 
     def check_caps(self, attempt: Attempt) -> None:
         """A look only: a job that cannot start must mint and clone nothing."""
@@ -10999,7 +11251,21 @@ class Dispatcher:
         except (InfraError, OSError) as error:
             self._again(attempt, error)
         else:
+            self._see_through(attempt)
+
+    def _see_through(self, attempt: Attempt) -> None:
+        """Attend the box and settle; the newest of these goes when the disk fills."""
+        assert attempt.started_at is not None
+        self._attended[attempt.job.id] = attempt.started_at
+        try:
             self._settle(attempt, self._attend(attempt))
+        finally:
+            self._attended.pop(attempt.job.id, None)
+
+    def room(self) -> int:
+        """Free bytes where jobs write: the database, our files, the engine's own."""
+        places = (self.settings.db, self.settings.state_dir, self.engine.disk())
+        return min(self.free(place) for place in places if place)
 
     def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
         """Take over a container that an earlier process started."""
@@ -11010,7 +11276,7 @@ class Dispatcher:
         _event("job-adopted", claimed.job)
         try:
             self._recall_session(attempt)
-            self._settle(attempt, self._attend(attempt))
+            self._see_through(attempt)
         except (Leaving, Fenced):
             return
         except Exception as error:
@@ -11083,6 +11349,11 @@ class Dispatcher:
             return "operator-cancel"
         if self.clock() >= attempt.started_at + JOB_SECONDS + STOP_GRACE_SECONDS:
             return "timeout"
+        # a copy: other workers' jobs come and go; of one moment's, the last by name
+        ages = [(at, job) for job, at in list(self._attended.items())]
+        newest = (attempt.started_at, attempt.job.id) >= max(ages, default=(0.0, ""))
+        if newest and self.room() < DISK_STOP:
+            return "disk-low"
         return None
 
     def _settle(self, attempt: Attempt, stopped: str | None) -> None:
@@ -11383,6 +11654,7 @@ LADDER: tuple[Gate, ...] = (
         ("provider-unconfigured", "model-unknown"),
     ),
     Gate("gate image", Dispatcher.check_gate_image, ("gate-image-missing",)),
+    Gate("isolation", Dispatcher.check_isolation, ("engine-not-isolating",)),
     Gate("caps, a look", Dispatcher.check_caps, _CAPS, _OVER_CAP),
     Gate("session", Dispatcher.load_session, ("sessions-dir-unset",)),
     Gate(
@@ -11675,6 +11947,7 @@ class Workers:
         self.dispatcher, self.store = dispatcher, store
         self._adopted: list[tuple[Claimed, Box, float]] = []
         self._stopping = threading.Event()
+        self._was_full = False
         self._threads = [
             threading.Thread(target=self._work, name=f"worker-{i}", daemon=True)
             for i in range(1, concurrency + 1)
@@ -11720,14 +11993,30 @@ class Workers:
         with contextlib.suppress(IndexError):
             self.dispatcher.adopt(*self._adopted.pop())
             return True
+        if self._full():
+            return False
         claimed = self.store.claim(self.dispatcher.limits())
         if claimed is None:
             return False
         self.dispatcher.run(claimed)
         return True
 
+    def _full(self) -> bool:
+        """Whether the disk is too full for one more job; said when that changes."""
+        free = self.dispatcher.room()
+        full = free < DISK_FLOOR
+        if full != self._was_full:
+            self._was_full = full
+            level = logging.ERROR if full else logging.INFO
+            log_event("disk-low" if full else "disk-has-room", level, free=free)
+        return full
+
     def _tidy(self) -> None:
-        """Publish what is due, show that we live, and sweep hourly."""
+        """Look at the engine; publish what is due, show that we live, sweep hourly."""
+        try:
+            self.dispatcher.prove_isolation(self.dispatcher.settings)
+        except PidispatchError as error:  # each job will look again and be refused
+            log_event("isolation-not-proved", logging.ERROR, error=error)
         beaten = swept = -SWEEP_SECONDS
         while not self._stopping.wait(1.0):
             now = time.monotonic()
@@ -13731,21 +14020,28 @@ def fault_checks(name: str, faults: Faults) -> list[Check]:
     ]
 
 
-def doctor(settings: Settings, triggers: Path) -> list[Check]:
+def doctor(settings: Settings, triggers: Path, clock: Clock = time.time) -> list[Check]:
     """Every check, in the order a newcomer would meet the faults."""
+    import requests
+
     checks: list[Check] = []
+    session, offsets = requests.Session(), list[float]()
+    session.hooks["response"] = [lambda r, **_: offsets.extend(_offset(r, clock()))]
     rules = _check_triggers(triggers, checks)
     _check_replicas(settings, rules, checks)
     _check_caps(settings, checks)
     _check_sessions(settings, rules, checks)
     _check_git(checks)
-    _check_engine(settings, rules, checks)
-    settings = _check_polls(settings, checks)
-    _check_forges(settings, rules, checks)
+    _check_engine(settings, rules, checks, clock())
+    settings = _check_polls(settings, checks, session)
+    _check_forges(settings, rules, checks, session)
+    _check_clock(offsets, checks)
     _check_provider_keys(settings, rules, checks)
     _check_egress(settings, checks)
     _check_hook(settings, checks)
     _check_store(settings, checks)
+    _check_service(settings, clock(), checks)
+    _check_disk(settings, checks)
     _check_modes(settings, checks)
     return checks
 
@@ -13871,20 +14167,42 @@ def _check_git(checks: list[Check]) -> None:
 
 
 def _check_engine(
-    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+    settings: Settings, rules: Sequence[Rule], checks: list[Check], now: float
 ) -> None:
-    engine = DockerEngine(settings, "doctor")
+    engine = DockerEngine(settings, _instance(settings))
     try:
         version = engine.api.version()
     except InfraError as error:
         checks.append(Check("engine", "fail", error.message, error.fix))
         return
-    where = f"{engine.api.base_url} Docker {version['Version']}"
+    where = f"{engine.endpoint}: Docker {version['Version']}"
     checks.append(Check("engine", "ok", f"{where}, API {version['ApiVersion']}"))
+    for name, look in (
+        ("engine", lambda: _check_images(engine, rules, checks)),
+        ("address pool", lambda: _check_pool(engine, checks)),
+        ("canary", lambda: _check_canary(engine, rules, checks)),
+        ("stale containers", lambda: _check_stale(settings, now, checks)),
+    ):
+        _looked(name, look, checks)
+
+
+def _looked(name: str, look: Callable[[], None], checks: list[Check]) -> None:
+    """A look at the engine; what goes wrong with it is that check's failure."""
     try:
-        _check_images(engine, rules, checks)
-    except InfraError as error:
-        checks.append(Check("engine", "fail", error.message, error.fix))
+        with engine_answers():
+            look()
+    except (InfraError, Refused) as error:
+        fix = error.fix or "see the engine's own log"
+        checks.append(Check(name, "fail", error.message, fix))
+
+
+def _instance(settings: Settings) -> str:
+    """What labels our objects: the database's own name, else the doctor's."""
+    found = None
+    if settings.db.exists():
+        with contextlib.suppress(PidispatchError):
+            found = Reader(settings.db).flag("instance")
+    return found or "doctor"
 
 
 def _check_images(
@@ -13946,10 +14264,179 @@ def _check_gate_image(engine: DockerEngine, tag: str, checks: list[Check]) -> No
         checks.append(Check("gate image", "ok", tag))
 
 
-def _check_forges(
-    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+def _check_pool(engine: DockerEngine, checks: list[Check]) -> None:
+    """Every job takes a /28, and the gates' way out one more."""
+    free = engine.free_subnets()
+    pool, jobs = engine.settings.network_pool, engine.settings.concurrency
+    state: Literal["ok", "warn", "fail"] = "ok" if free > jobs else "warn"
+    found = f"{pool} has room for {free} jobs at a time"
+    fix = "name a larger or another range in PI_NETWORK_POOL"
+    checks.append(Check("address pool", state if free else "fail", found, fix))
+
+
+#: A name that no list holds and no resolver knows.
+_OUTSIDE = "not-listed.pidispatch.invalid:443"
+#: Where a style's list of models stands below its base URL (gate.py, STYLES).
+MODEL_LISTS = {
+    "anthropic-messages": "/v1/models",
+    "mistral-conversations": "/v1/models",
+    "openai-completions": "/models",
+    "openai-responses": "/models",
+    "google-generative-ai": "/models",
+}
+
+
+def _check_canary(
+    engine: DockerEngine, rules: Sequence[Rule], checks: list[Check]
 ) -> None:
-    served = forges_of(settings)
+    """A real box and a real gate: what is closed, what is open, what answers."""
+    image = engine.image(engine.settings.gate_image)
+    if image is None or "gate" not in image.capabilities:
+        return  # said by the line about the gate's image
+    settings = engine.settings
+    names = [n for n in providers_of(settings, rules) if n in settings.keys]
+    providers = [settings.providers[n] for n in names if n in settings.providers]
+    seen = canary(engine, image, _errand(settings, providers))
+    if settings.isolated:
+        checks.append(_host_check(seen))
+    if not seen.gate:
+        found = "it started and did not answer a box"
+        checks.append(Check("gate", "fail", found, "pidispatch build-image"))
+        return
+    checks += _outside_checks(seen.hosts)
+    checks += (_model_check(p, seen.models.get(p.name, Heard(0))) for p in providers)
+
+
+def _errand(settings: Settings, providers: Sequence[Provider]) -> Errand:
+    token = random_hex(32)
+    line = {
+        "token": token,
+        "providers": {
+            p.name: _gate_provider(p, {}, settings.keys[p.name]) for p in providers
+        },
+        "allow": list(settings.egress_allow),
+        "models": [],
+        "prices": {},
+        "budget": None,
+        "spent": 0,
+    }
+    outside = {p.name: outside_url(p.base_url) for p in providers}
+    return Errand(
+        line=json.dumps(line).encode(),
+        token=token,
+        models={
+            p.name: "/" + outside[p.name].split("://", 1)[1] + MODEL_LISTS[p.style]
+            for p in providers
+        },
+        hosts=(_OUTSIDE, *map(_with_port, settings.egress_allow[:_HOSTS_TRIED])),
+        loopback=any(outside[p.name] != p.base_url for p in providers),
+    )
+
+
+_HOSTS_TRIED = 7
+
+
+def _with_port(host: str) -> str:
+    return host if re.search(r":\d+$", host) else f"{host}:443"
+
+
+def _host_check(seen: Canary) -> Check:
+    if not seen.host:
+        found = "a box does not reach the engine's host"
+        return Check("isolation", "ok", found)
+    found, fix = NOT_ISOLATING
+    at = ", ".join(seen.host)
+    return Check("isolation", "fail", f"{found}; a box reached {at}", fix)
+
+
+def _outside_checks(hosts: Mapping[str, Heard]) -> Iterator[Check]:
+    for name, heard in hosts.items():
+        if name == _OUTSIDE:
+            found = f"starts; {name}, which is not listed, is"
+            if heard.status == 403:
+                yield Check("gate", "ok", f"{found} refused")
+            else:
+                fix = "pidispatch build-image, then pidispatch verify-image"
+                yield Check("gate", "fail", f"{found} NOT refused", fix)
+        elif heard.status == 200:
+            yield Check("egress", "ok", f"{name} is open through the gate")
+        else:
+            found = f"{name} is listed and does not open (HTTP {heard.status})"
+            fix = "correct PI_EGRESS_ALLOW, or see that the host is up"
+            yield Check("egress", "warn", found, fix)
+
+
+def _model_check(provider: Provider, heard: Heard) -> Check:
+    """Whether the model's endpoint answers through the gate, and takes the key."""
+    said = f"{provider.name} through the gate: HTTP {heard.status}"
+    if heard.ours or not heard.status:
+        found = f"{provider.name} does not answer through the gate"
+        fix = f"see whether {provider.base_url} answers on the engine's host"
+        if outside_url(provider.base_url) != provider.base_url:
+            found += "; a server that is bound to 127.0.0.1 is out of its reach"
+            fix = "let the model server listen on the engine's bridge, or on 0.0.0.0"
+        return Check("model", "fail", found, fix)
+    if heard.status in (401, 403):
+        fix = f"set {provider.key_variable} to a key that it takes"
+        return Check("model", "fail", f"{said}: it refuses the key", fix)
+    if heard.status == 429 or heard.status >= 500:
+        return Check("model", "warn", said, "try again later")
+    return Check("model", "ok", f"{provider.name} answers through the gate")
+
+
+def _stale(settings: Settings, now: float) -> Iterator[tuple[DockerEngine, str]]:
+    """Jobs that are over and still have a container; those of killed checks too."""
+    before = now - STALE_SECONDS
+    keep = frozenset[str]()
+    if (own := _instance(settings)) != "doctor":
+        keep = Reader(settings.db).open_jobs()
+    for instance in {own: keep, "doctor": keep, "verify-image": keep}:
+        engine = DockerEngine(settings, instance)
+        yield from ((engine, job) for job in engine.stale(keep, before))
+
+
+#: A container this old belongs to no check and to no record that is being written.
+STALE_SECONDS = 900
+
+
+def _check_stale(settings: Settings, now: float, checks: list[Check]) -> None:
+    jobs = [job for _, job in _stale(settings, now)]
+    if jobs:
+        found = f"of jobs that are over: {', '.join(jobs)}"
+        fix = "pidispatch doctor --fix removes them"
+        checks.append(Check("stale containers", "warn", found, fix))
+    else:
+        checks.append(Check("stale containers", "ok", "none"))
+
+
+def _offset(answer: requests.Response, now: float) -> Iterator[float]:
+    """Seconds that our clock is ahead of the one that stamped the answer."""
+    from email.utils import parsedate_to_datetime
+
+    with contextlib.suppress(ValueError):
+        yield now - parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
+
+
+def _check_clock(offsets: Sequence[float], checks: list[Check]) -> None:
+    """Tokens, windows and signed times of deliveries need the forge's time."""
+    if not offsets:
+        found = "not compared: no forge's API answered with its time"
+        checks.append(Check("clock", "ok", found))
+        return
+    offset = min(offsets, key=abs)
+    found = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} the forge"
+    off: Literal["ok", "warn", "fail"] = "fail" if abs(offset) > 300 else "warn"
+    state = "ok" if abs(offset) < 30 else off
+    checks.append(Check("clock", state, found, "set the machine's clock (NTP)"))
+
+
+def _check_forges(
+    settings: Settings,
+    rules: Sequence[Rule],
+    checks: list[Check],
+    session: requests.Session,
+) -> None:
+    served = forges_of(settings, session)
     for kind in sorted({r.run.kind for r in rules if r.run.kind in FORGES}):
         if kind not in served:
             found = f"rules name {kind}, which is not served"
@@ -13978,10 +14465,12 @@ def _check_forges(
         checks.append(Check("forges", "fail", found, fix))
 
 
-def _check_polls(settings: Settings, checks: list[Check]) -> Settings:
+def _check_polls(
+    settings: Settings, checks: list[Check], session: requests.Session
+) -> Settings:
     """Whether each repository can be read; returns settings without wrong ones."""
     try:
-        repos, served = polled_of(settings), forges_of(settings)
+        repos, served = polled_of(settings), forges_of(settings, session)
     except Faults as faults:
         checks.extend(fault_checks("polling", faults))
         return msgspec.structs.replace(settings, poll_repos=())
@@ -13995,11 +14484,19 @@ def _check_polls(settings: Settings, checks: list[Check]) -> Settings:
     return settings
 
 
+def providers_of(settings: Settings, rules: Sequence[Rule]) -> list[str]:
+    """Names of the providers that the settings and the rules ask for."""
+    asked = {settings.provider}
+    for run in (rule.run for rule in rules):
+        asked |= {run.provider or settings.provider}
+        asked |= {model.partition("/")[0] for model in run.replicaModels or ()}
+    return sorted(asked)
+
+
 def _check_provider_keys(
     settings: Settings, rules: Sequence[Rule], checks: list[Check]
 ) -> None:
-    names = {settings.provider, *(r.run.provider for r in rules if r.run.provider)}
-    for name in sorted(names):
+    for name in providers_of(settings, rules):
         provider = settings.providers.get(name)
         if provider is None:
             fix = "add it to PI_PROVIDERS_FILE"
@@ -14048,13 +14545,104 @@ def _check_store(settings: Settings, checks: list[Check]) -> None:
     if sqlite3.sqlite_version_info < (3, 51, 3):
         found = f"SQLite {sqlite3.sqlite_version}: only one process may checkpoint"
         checks.append(Check("sqlite", "ok", f"{found}, and only the worker does"))
+    wal = _suffixed(settings.db, "-wal")
+    size = wal.stat().st_size if wal.exists() else 0
+    if size > WAL_MOST:
+        found = f"{wal} has grown to {_bytes(size)}"
+        fix = "end what reads the database for long; a restarted `serve` shortens it"
+        checks.append(Check("wal", "warn", found, fix))
+
+
+#: Many times what the worker's own checkpoints (1,000 pages) leave there.
+WAL_MOST = 64 * 1024 * 1024
+
+
+def _suffixed(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _check_service(settings: Settings, now: float, checks: list[Check]) -> None:
+    """Whether a worker lives, by its heartbeat; and what waits for one."""
+    try:
+        status = Reader(settings.db).status(Caps(1, None, None, "UTC"), now)
+    except (PidispatchError, msgspec.MsgspecError):
+        return  # absent or damaged: said by the line about the store
+    age = None if status.heartbeat is None else now - status.heartbeat
+    waiting = sum(status.jobs.get(state, 0) for state in OPEN_STATES)
+    if age is not None and age < 4 * HEARTBEAT_SECONDS:
+        checks.append(Check("worker", "ok", f"works; seen {age:.0f} s ago"))
+        return
+    found = "none works on this database"
+    if status.heartbeat is not None:
+        found += f"; the last was seen at {iso(status.heartbeat)}"
+    if waiting:
+        found += f", and {waiting} jobs are open"
+    state: Literal["ok", "warn"] = "warn" if waiting else "ok"
+    checks.append(Check("worker", state, found, "start `pidispatch serve`"))
+
+
+#: Free bytes from which on there is nothing to say.
+DISK_PLENTY = 5 * 2**30
+
+
+def _check_disk(settings: Settings, checks: list[Check]) -> None:
+    """Room for the database, our files and the engine's; one line a file system."""
+    places = {"the database": settings.db, "PI_STATE_DIR": settings.state_dir}
+    with contextlib.suppress(InfraError):
+        engine = DockerEngine(settings, "doctor").disk()
+        places |= {"the engine": engine} if engine else {}
+    rooms: dict[int, list[str]] = {}
+    for name, path in places.items():
+        rooms.setdefault(free_bytes(path) // 2**20, []).append(name)
+    for free, names in rooms.items():
+        low: Literal["warn", "fail"] = "fail" if free < DISK_FLOOR / 2**20 else "warn"
+        state = "ok" if free >= DISK_PLENTY / 2**20 else low
+        found = f"{_bytes(free * 2**20)} free for {', '.join(names)}"
+        floor = _bytes(DISK_FLOOR)
+        fix = f"make room (`docker system df`): below {floor} no job starts"
+        checks.append(Check("disk", state, found, fix))
+
+
+def open_to_others(settings: Settings) -> list[Path]:
+    """Our files and directories that hold secrets and that others may use."""
+    db, files = settings.db, [Path(".env"), settings.db, settings.state_dir]
+    files += [_suffixed(db, "-wal"), _suffixed(db, "-shm")]
+    return [p for p in files if p.exists() and p.stat().st_mode & 0o077]
+
+
+def _closed(path: Path) -> int:
+    return path.stat().st_mode & 0o700
 
 
 def _check_modes(settings: Settings, checks: list[Check]) -> None:
-    for path in (Path(".env"), settings.db):
-        if path.exists() and path.stat().st_mode & 0o077:
-            found = f"{path} can be read by others"
-            checks.append(Check("modes", "warn", found, f"chmod 600 {path}"))
+    for path in open_to_others(settings):
+        found = f"{path} can be read by others"
+        checks.append(Check("modes", "warn", found, f"chmod {_closed(path):o} {path}"))
+
+
+def mend(settings: Settings, now: float) -> list[Check]:
+    """What `doctor --fix` may do: file modes, containers of ours that are over."""
+    done: list[Check] = []
+    for path in open_to_others(settings):
+        mode = _closed(path)
+        try:
+            path.chmod(mode)
+            done.append(Check("fixed", "ok", f"chmod {mode:o} {path}"))
+        except OSError as error:
+            found = f"chmod {mode:o} {path}: {error.strerror}"
+            done.append(Check("fixed", "fail", found, "do it as the file's owner"))
+    _looked("fixed", lambda: _remove_stale(settings, now, done), done)
+    return done
+
+
+def _remove_stale(settings: Settings, now: float, done: list[Check]) -> None:
+    for engine, job in list(_stale(settings, now)):
+        engine.remove_job(job)
+        done.append(Check("fixed", "ok", f"removed the containers of {job}"))
 
 
 # -- what --json prints -------------------------------------------------------
@@ -15245,15 +15833,21 @@ def service(manager: str, install: bool) -> None:
 @main.command("doctor")
 @triggers_option
 @db_option
+@click.option(
+    "--fix", is_flag=True, help="First mend file modes, remove stale containers."
+)
 @json_option
-def doctor_command(triggers_file: Path | None, db: Path | None, as_json: bool) -> None:
+def doctor_command(
+    triggers_file: Path | None, db: Path | None, fix: bool, as_json: bool
+) -> None:
     """Check what a run needs. Exit 1 when something is broken."""
     try:
         settings = settings_of(db)
     except Faults as faults:
         checks = fault_checks("settings", faults)
     else:
-        checks = doctor(settings, triggers_path(settings, triggers_file))
+        checks = mend(settings, time.time()) if fix else []
+        checks += doctor(settings, triggers_path(settings, triggers_file))
     emit(checks, lambda: checks_text(checks), as_json)
     if any(check.state == "fail" for check in checks):
         sys.exit(1)

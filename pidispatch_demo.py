@@ -205,6 +205,7 @@ class _Connection(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             return
         self.send_response_only(reply.status)
+        self.send_header("Date", self.date_time_string(self.server.clock()))
         for name, text in reply.headers.items():
             self.send_header(name, text)
         if reply.stream is not None:
@@ -236,9 +237,11 @@ class _Server(ThreadingHTTPServer):
         self,
         address: tuple[str, int],
         respond: Callable[[Request], Reply],
+        clock: Callable[[], float],
         tls: ssl.SSLContext | None,
     ) -> None:
         self.respond = respond
+        self.clock = clock
         self.open_sockets: set[socket.socket] = set()
         super().__init__(address, _Connection)
         if tls:  # shaken hands with in the connection's own thread
@@ -296,7 +299,9 @@ class FakeServer:
         self.stopping = threading.Event()
         self.lock = threading.RLock()
         self._faults: list[Fault] = []
-        self._server = _Server((host, port), self._respond, tls)
+        # not the clock itself: a test may set another
+        clocked = (self._respond, lambda: self.clock(), tls)
+        self._server = _Server((host, port), *clocked)
         self.host = host
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
@@ -5251,6 +5256,14 @@ class ProcessEngine:
 
     def sweep(self, keep: frozenset[str]) -> int:
         return 0
+
+    def isolates(self, proven: str | None) -> str | None:
+        """Its boxes are plain processes, and the demo says so: nothing to prove."""
+        return "process"
+
+    def disk(self) -> Path | None:
+        """Its boxes are folders beside the state, which is watched."""
+        return None
 
     def tail(self, job: str, lines: int) -> list[str]:
         logs = sorted(self.root.glob(f"{job}.*/runner.log"))

@@ -999,6 +999,23 @@ def load_settings(
     return Settings(**parsed)
 
 
+def steering(settings: Settings) -> Iterator[Path]:
+    """The files that say what we do, hold our secrets, or are our memory.
+
+    Whoever can write one of them needs no box. A `.env` of the working directory
+    that names nothing of ours, such as a project's own, is not among them.
+    """
+    paths = (getattr(settings, name) for name in SETTINGS)
+    yield from (path.absolute() for path in paths if isinstance(path, Path))
+    defaults = (Path("triggers.json"), Path("limits.json"))
+    yield from (path.absolute() for path in defaults if os.path.lexists(path))
+    dotenv = Path(".env")
+    ours = {row.variable for row in SETTINGS.values()}
+    ours |= {row.key_variable for row in settings.providers.values()}
+    if dotenv.is_file() and ours & _dotenv(dotenv, []).keys():
+        yield dotenv.absolute()
+
+
 def _dotenv(path: Path, faults: list[str]) -> dict[str, str]:
     from dotenv import dotenv_values
 
@@ -9720,6 +9737,18 @@ def look_at_folder(git: Git, folder: Path, flow: str) -> Tree:
         )
 
 
+def own_file_fault(settings: Settings, folder: Path) -> str | None:
+    """Why no box may have the folder: it could read our secrets, or write what we
+    obey. By a file's name and by what that leads to, for a link can be replaced."""
+    for path in steering(settings):
+        if any(place.is_relative_to(folder) for place in (path, path.resolve())):
+            return f"holds {path.name}, by which pidispatch itself is steered"
+    return None
+
+
+OWN_FILES_FIX = "keep pidispatch's own files elsewhere, and start it from there"
+
+
 def _git_dirs(folder: Path) -> tuple[Path, Path]:
     """The folder's own git directory, and the one that its worktrees share."""
     own = folder / ".git"
@@ -11039,7 +11068,10 @@ class Dispatcher:
         job = attempt.job
         if not self.engine.local:
             raise Refused(*NOT_THIS_ENGINE)
-        tree = look_at_folder(self.mirrors.git, Path(str(job.run.folder)), job.flow)
+        folder = Path(str(job.run.folder))
+        if fault := own_file_fault(attempt.settings, folder):
+            raise Refused("folder-unusable", f"the folder {fault}", OWN_FILES_FIX)
+        tree = look_at_folder(self.mirrors.git, folder, job.flow)
         if tree.changes and not (job.run.allowDirty or attempt.claimed.attempt):
             raise Refused(
                 "dirty-tree",
@@ -13475,8 +13507,14 @@ _RUN_FIXES = {
 }
 
 
-def local_run(folder: Path, task: str, flow: str, force: bool) -> Run:
-    """The rule of one `run`, by the same checks as a cron rule's fields."""
+def local_run(
+    settings: Settings, folder: Path, task: str, flow: str, force: bool
+) -> Run:
+    """The rule of one `run`, by the same checks as a cron rule's fields.
+
+    The folder may be a stranger's, and its `.env` be the one we were started with:
+    then nothing that this one says is done, not even PI_ON_FAILURE.
+    """
     place = folder.expanduser().resolve()
     given: dict[str, Any] = {"folder": str(place), "task": task, "flow": flow}
     for name, value in given.items():
@@ -13485,6 +13523,8 @@ def local_run(folder: Path, task: str, flow: str, force: bool) -> Run:
         if fault:
             shown = json.dumps(str(value)[:80])
             raise ConfigError(f"{name} {shown} {fault}", "see `pidispatch run --help`")
+    if fault := own_file_fault(settings, place):
+        raise ConfigError(f"{plain_text(place)} {fault}", OWN_FILES_FIX)
     return Run(kind=LOCAL, allowDirty=force or None, **given)
 
 
@@ -15338,7 +15378,7 @@ def polling(settings: Settings, repos: Sequence[str]) -> Settings:
     return msgspec.structs.replace(settings, poll_repos=parsed)
 
 
-def triggers_path(settings: Settings, named: Path | None) -> Path:
+def triggers_path(settings: Settings, named: Path | None = None) -> Path:
     """The file `serve` takes: named, PI_TRIGGERS_FILE, else ./triggers.json."""
     return named or settings.triggers_file or Path("triggers.json")
 
@@ -15401,8 +15441,10 @@ def serve(
 ) -> None:
     """Receive deliveries and run jobs until stopped."""
     settings = polling(settings_of(db), poll)
+    if triggers_file:
+        settings = msgspec.structs.replace(settings, triggers_file=triggers_file)
     set_up_logging(settings)
-    service = Service(settings, triggers_path(settings, triggers_file))
+    service = Service(settings, triggers_path(settings))
     asked = end_asked()
     service.start(worker=not no_worker)
     crons = [r for r in service.triggers.rules if r.on.type == "cron"]
@@ -15445,9 +15487,8 @@ def run_command(
     settings = settings_of(db)
     set_up_logging(settings)
     log.setLevel(logging.WARNING)
-    local = LocalRun(
-        settings, local_job(local_run(folder, task, flow, force), time.time())
-    )
+    job = local_job(local_run(settings, folder, task, flow, force), time.time())
+    local = LocalRun(settings, job)
     if not local.new:
         click.echo(f"{local.job}: asked for in this very minute before", err=True)
     try:

@@ -376,6 +376,78 @@ def test_the_folders_own_flow_is_that_of_its_commit(
     assert (found.skill, found.changes) == ({"SKILL.md": b"committed"}, 1)
 
 
+OWN_FILES = {
+    "db": "pi.db",
+    "state_dir": "state",
+    "triggers_file": "rules.json",
+    "limits_file": "caps.json",
+    "settings_file": "overlay.json",
+    "providers_file": "models.json",
+    "sessions_dir": "sessions",
+    "on_failure": "hook.sh",
+    "github_app_key": "app.pem",
+}
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["inside", "through a link"])
+@pytest.mark.parametrize("field", OWN_FILES)
+def test_a_folder_that_holds_what_steers_us_is_given_to_no_box(
+    world: World, folder: Path, field: str, linked: bool
+) -> None:
+    """A box could read the secrets there, or name a program for the host to run."""
+    outside = world.root / "link"
+    outside.symlink_to(folder)
+    place = (outside if linked else folder) / OWN_FILES[field]
+    settings = msgspec.structs.replace(world.settings, **{field: place})
+    fault = pidispatch.own_file_fault(settings, folder)
+    assert fault and place.name in fault
+    assert pidispatch.own_file_fault(world.settings, folder) is None
+
+
+def test_a_cron_rules_folder_that_holds_what_steers_us_is_refused(
+    world: World, folder: Path
+) -> None:
+    """Also by a worker, which has its settings from elsewhere."""
+    world.change(on_failure=folder / "hook.sh", sessions_dir=folder / "sessions")
+    local = run_here(world, folder)
+    assert_refused(world, local.wait(), "folder-unusable")
+    local.close()
+
+
+def test_a_path_setting_that_is_added_later_is_watched_as_well() -> None:
+    fields = pidispatch.Settings.__annotations__.items()
+    assert {name for name, kind in fields if "Path" in str(kind)} == set(OWN_FILES)
+
+
+@pytest.mark.parametrize("at", [".", "sub"])
+def test_a_strangers_dotenv_runs_nothing_when_its_folder_is_worked_in(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """`cd FOLDER; pidispatch run .` would begin with that folder's own settings."""
+    mark, hook = tmp_path / "owned", folder / "hook.sh"
+    hook.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    hook.chmod(0o755)
+    (folder / "sub").mkdir()
+    (folder / at / ".env").write_text(f"PI_ON_FAILURE={hook}\n")
+    monkeypatch.chdir(folder / at)
+    monkeypatch.setenv("PI_DB", str(tmp_path / "pi.db"))
+    monkeypatch.setenv("PI_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+    told = CliRunner().invoke(pidispatch.main, ["run", str(folder), "--task", "x"])
+    assert told.exit_code == 2 and "is steered" in told.output
+    assert not mark.exists() and not (tmp_path / "pi.db").exists()
+
+
+def test_a_projects_own_dotenv_is_no_matter(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / ".env").write_text("DATABASE_URL=x\n")
+    assert pidispatch.own_file_fault(world.settings, folder) is None
+    (folder / ".env").write_text("WEBHOOK_SECRET=x\n")
+    assert pidispatch.own_file_fault(world.settings, folder)
+
+
 def test_an_unknown_flow_is_refused_before_spending(world: World, folder: Path) -> None:
     local = run_here(world, folder, flow="no-such-flow")
     record = local.wait()

@@ -1675,7 +1675,11 @@ def folder_fault(folder: str) -> str | None:
         if not path.is_dir():
             return "is not a directory here"
         git = path / ".git"
-        linked = git.is_file() and git.read_bytes()[:8] == b"gitdir: "
+        if git.is_file():
+            with git.open("rb") as file:  # a box may have left a huge one
+                linked = file.read(8) == b"gitdir: "
+        else:
+            linked = False
         if linked or (git / "HEAD").is_file():
             return None
     except (OSError, ValueError) as error:
@@ -9065,6 +9069,13 @@ BUNDLE_BYTES = 256 * 1024 * 1024
 SKILL_FILES = 256
 SKILL_BYTES = 8 * 1024 * 1024
 SKILL_FILE_BYTES = 1024 * 1024
+SKILL_LIST_BYTES = 1024 * 1024
+_SKILL_TOO_LARGE = "has more than 256 files or 8 MiB"
+#: Of a folder's git: its index, its configuration, what `git status` may list. A
+#: box may have written all of it.
+INDEX_BYTES = 1024 * 1024 * 1024
+CONFIG_BYTES = 1024 * 1024
+STATUS_BYTES = 16 * 1024 * 1024
 #: Titles: GitLab and Forgejo store 255 characters, GitHub 256, Azure 400.
 TITLE_CHARS = 255
 #: Bodies: GitHub takes 65,536 characters; Azure 4,000 in a request's description.
@@ -9359,6 +9370,27 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.communicate()
 
 
+def _limits(cpu: int, size: int = 4 * BUNDLE_BYTES) -> Callable[[], None]:
+    """Bounds set in a child that reads what a box made, before it starts; `size` is of
+    each file that it writes, bytes."""
+    import resource
+
+    wanted = {
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_FSIZE: size,
+        resource.RLIMIT_DATA: 2**31,
+        resource.RLIMIT_CORE: 0,
+    }
+
+    def apply() -> None:
+        for what, value in wanted.items():
+            most = resource.getrlimit(what)[1]
+            soft = value if most == resource.RLIM_INFINITY else min(value, most)
+            resource.setrlimit(what, (soft, most))
+
+    return apply
+
+
 class Repository(msgspec.Struct, frozen=True):
     """A bare repository of ours and the git that works on it."""
 
@@ -9374,6 +9406,26 @@ class Repository(msgspec.Struct, frozen=True):
         if done.code:
             raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
         return done.out
+
+    def bounded(self, *arguments: str, limit: int) -> bytes | None:
+        """The output of a command over what a stranger made: a few kB of trees may
+        name more files than there is memory. None: more than `limit` bytes, or more
+        work than it is worth."""
+        import tempfile
+
+        bounds = self.git.bounds
+        how = {"seconds": bounds.check, "before": _limits(bounds.cpu, limit)}
+        with tempfile.TemporaryFile(dir=self.git.private) as sink:
+            try:
+                done = self.call(*arguments, sink=sink.fileno(), **how)
+            except TimedOut:
+                return None
+            if done.code < 0 or "ut of memory" in done.err:
+                return None
+            if done.code:
+                raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
+            sink.seek(0)
+            return sink.read()
 
     def create(self) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)
@@ -9644,7 +9696,10 @@ def read_skill(mirror: Repository, base: str, flow: str) -> dict[str, bytes] | N
     named so that no file can be made of them.
     """
     folder = f".pi/skills/{flow}/"
-    listed = mirror.run("ls-tree", "-r", "-z", "--long", "--full-tree", base, folder)
+    command = ("ls-tree", "-r", "-z", "--long", "--full-tree", base, folder)
+    listed = mirror.bounded(*command, limit=SKILL_LIST_BYTES)
+    if listed is None:
+        raise _skill_refused(flow, _SKILL_TOO_LARGE)
     blobs: dict[str, bytes] = {}
     total = 0
     for entry in filter(None, listed.split(b"\0")):
@@ -9655,7 +9710,7 @@ def read_skill(mirror: Repository, base: str, flow: str) -> dict[str, bytes] | N
         name = os.fsdecode(path).removeprefix(folder)
         total += int(size)
         if len(blobs) == SKILL_FILES or total > SKILL_BYTES:
-            raise _skill_refused(flow, "has more than 256 files or 8 MiB")
+            raise _skill_refused(flow, _SKILL_TOO_LARGE)
         if int(size) > SKILL_FILE_BYTES:
             raise _skill_refused(flow, "has a file of more than 1 MiB")
         if not _safe_path(name):
@@ -9796,12 +9851,15 @@ def _beside(git: Git, folder: Path, place: Path) -> Repository:
     (info / "alternates").write_text(f"{(common / 'objects').resolve()}\n", "utf-8")
     (place / "info").mkdir(exist_ok=True)
     (place / "info" / "exclude").write_text(_small(common / "info" / "exclude"))
-    for index in (own / "index", *own.glob("sharedindex.*")):
-        if index.is_file():
-            shutil.copyfile(index, place / index.name)
+    indices = [own / "index", *own.glob("sharedindex.*")]
+    indices = [index for index in indices if index.is_file()]
+    if sum(index.stat().st_size for index in indices) > INDEX_BYTES:
+        raise Refused("folder-unusable", "its git index is too large to be looked at")
+    for index in indices:
+        shutil.copyfile(index, place / index.name)
     made.run("config", "core.bare", "false")
     theirs = common / "config"
-    if theirs.is_file():
+    if theirs.is_file() and theirs.stat().st_size <= CONFIG_BYTES:
         listed = git.call("config", "--file", str(theirs), "--null", "--list").out
         for entry in filter(None, listed.decode("utf-8", "replace").split("\0")):
             key, _, value = entry.partition("\n")
@@ -9814,11 +9872,14 @@ def _changes(beside: Repository, folder: Path, head: str | None) -> int:
     """How many paths differ from the commit, untracked ones included."""
     if head:
         beside.run("update-ref", "--no-deref", "HEAD", head)
-    listed = beside.run(
-        *("-C", str(folder), f"--work-tree={folder}", "status", "--porcelain", "-z"),
-        *("--no-renames", "--untracked-files=normal", "--ignore-submodules=dirty"),
-        seconds=beside.git.bounds.look,
+    listed = beside.bounded(
+        *("--no-optional-locks", "-C", str(folder), f"--work-tree={folder}"),
+        *("status", "--porcelain", "-z", "--no-renames", "--untracked-files=normal"),
+        "--ignore-submodules=dirty",
+        limit=STATUS_BYTES,
     )
+    if listed is None:
+        raise Refused("folder-unusable", "git status has too much to tell of it")
     return sum(1 for entry in listed.split(b"\0") if entry)
 
 
@@ -9875,26 +9936,6 @@ class Quarantine(Repository, frozen=True):
             sink.seek(0)
             found = sink.read(limit + 1)
         return found[:limit].decode("utf-8", "replace"), len(found) > limit
-
-
-def _limits(cpu: int) -> Callable[[], None]:
-    """Bounds set in a child that reads what a box made, before it starts."""
-    import resource
-
-    wanted = {
-        resource.RLIMIT_CPU: cpu,
-        resource.RLIMIT_FSIZE: 4 * BUNDLE_BYTES,
-        resource.RLIMIT_DATA: 2**31,
-        resource.RLIMIT_CORE: 0,
-    }
-
-    def apply() -> None:
-        for what, value in wanted.items():
-            most = resource.getrlimit(what)[1]
-            soft = value if most == resource.RLIM_INFINITY else min(value, most)
-            resource.setrlimit(what, (soft, most))
-
-    return apply
 
 
 def check_bundle(

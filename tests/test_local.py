@@ -349,6 +349,72 @@ def test_nothing_that_an_earlier_box_wrote_runs_on_the_host(
     assert mark.exists(), "the trap is one: git by itself walks into it"
 
 
+def make_tree(folder: Path, rows: str) -> str:
+    config = ["-c", "safe.directory=*"]
+    made = subprocess.run(
+        ["git", *config, "mktree"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        input=rows.encode(),
+    )
+    return made.stdout.decode().strip()
+
+
+def tree_bomb(folder: Path) -> str:
+    """A tree of 10^12 files in thirteen objects."""
+    blob = git(folder, "hash-object", "-w", "spoon.txt")
+    tree = make_tree(folder, f"100644 blob {blob}\tSKILL.md\n")
+    for _ in range(12):
+        rows = (f"040000 tree {tree}\t{name}\n" for name in "abcdefghij")
+        tree = make_tree(folder, "".join(rows))
+    return tree
+
+
+@pytest.mark.parametrize("at", [".pi/skills/task", "elsewhere"])
+def test_a_tree_that_unfolds_without_end_is_refused_in_bounds(
+    folder: Path, tmp_path: Path, at: str
+) -> None:
+    """It would fill the memory of the process that serves."""
+    tree = tree_bomb(folder)
+    for name in reversed(at.split("/")):
+        tree = make_tree(folder, f"040000 tree {tree}\t{name}\n")
+    commit = git(folder, "commit-tree", "-m", "x", tree)
+    git(folder, "update-ref", "HEAD", commit)
+    give_away(folder)
+    mirrors = pidispatch.Mirrors(
+        tmp_path / "mirrors", bounds=pidispatch.Bounds(check=20, cpu=2)
+    )
+    began = time.monotonic()
+    with pytest.raises(pidispatch.Refused) as refused:
+        pidispatch.look_at_folder(mirrors.git, folder, "task")
+    reason = "flow-not-found" if at.startswith(".pi") else "folder-unusable"
+    assert refused.value.reason == reason
+    assert time.monotonic() - began < 20
+    assert not [*(tmp_path / "mirrors").glob("folder-*")]
+
+
+@pytest.mark.parametrize("name", [".git", ".git/index", ".git/config", ".git/HEAD"])
+def test_a_huge_file_that_an_earlier_box_left_is_not_read_whole(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    """A sparse one costs the box nothing; what copies or reads it dies of it."""
+    if name == ".git":
+        shutil.rmtree(folder / ".git")
+    (folder / name).touch()
+    os.truncate(folder / name, 1 << 42)
+    if name == ".git":
+        assert pidispatch.folder_fault(str(folder))
+    elif name == ".git/index":
+        with pytest.raises(pidispatch.Refused) as refused:
+            look(folder, tmp_path)
+        assert refused.value.reason == "folder-unusable"
+    else:
+        assert look(folder, tmp_path).path == folder
+    kept = sum(p.lstat().st_size for p in (tmp_path / "state").rglob("*"))
+    assert kept < 1 << 20
+
+
 def test_links_that_an_earlier_box_left_are_not_followed_for_the_skill(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -473,8 +473,9 @@ class Refused(PidispatchError):
         self.reason = reason
 
 
-#: Tokens that exist while a job runs, by themselves; each with its spellings.
-_LIVE_SECRETS: dict[str, tuple[str, ...]] = {}
+#: Tokens that jobs at work hold, each with its spellings. By its job: replicas may
+#: hold one and the same, and the first to end leaves it to the others.
+_LIVE_SECRETS: dict[object, tuple[str, ...]] = {}
 
 
 def spellings_of(secret: str) -> Iterator[str]:
@@ -495,18 +496,18 @@ def spellings_of(secret: str) -> Iterator[str]:
 @contextlib.contextmanager
 def live_secrets() -> Iterator[Callable[[str], None]]:
     """Gives a function that names a secret; all it named are known until the end."""
-    named: list[str] = []
+    named: list[object] = []
 
     def name(secret: str) -> None:
-        named.append(secret)
+        named.append(object())
         found = sorted(set(spellings_of(secret)), key=len, reverse=True)
-        _LIVE_SECRETS[secret] = tuple(found)
+        _LIVE_SECRETS[named[-1]] = tuple(found)
 
     try:
         yield name
     finally:
-        for secret in named:
-            _LIVE_SECRETS.pop(secret, None)
+        for key in named:
+            del _LIVE_SECRETS[key]
 
 
 def without_live_secrets(text: str) -> str:
@@ -8036,6 +8037,8 @@ class Box(Protocol):
 
     def transcript(self) -> bytes | None: ...
 
+    def given(self) -> bytes | None: ...
+
     def log(self) -> bytes: ...
 
     def remove(self) -> None: ...
@@ -8844,6 +8847,12 @@ class DockerBox:
                 return self._read(TRANSCRIPT_FILE, SESSION_MAX_BYTES)
             except Refused:
                 return None
+
+    def given(self) -> bytes | None:
+        """The job.json that was put in, which a box cannot change."""
+        with engine_answers(), contextlib.suppress(Refused):
+            return self.engine.read_file(self.name, "/job/job.json", SESSION_MAX_BYTES)
+        return None
 
     def _read(self, name: str, limit: int) -> bytes | None:
         return self.engine.read_file(self.name, f"/outbox/{name}", limit)
@@ -11347,8 +11356,13 @@ class Dispatcher:
             settings = with_overlay(settings)
         attempt = Attempt(claimed, settings, "", box=box, started_at=started_at)
         _event("job-adopted", claimed.job)
+        with live_secrets() as attempt.name_secret:
+            self._adopt(attempt)
+
+    def _adopt(self, attempt: Attempt) -> None:
+        claimed = attempt.claimed
         try:
-            self._recall_session(attempt)
+            self._recall(attempt)
             self._see_through(attempt)
         except (Leaving, Fenced):
             return
@@ -11358,10 +11372,21 @@ class Dispatcher:
             )
             self._give_up(attempt, "internal-error")
 
-    def _recall_session(self, attempt: Attempt) -> None:
-        """What an earlier process knew of an adopted run's lineage."""
+    def _recall(self, attempt: Attempt) -> None:
+        """What an earlier process knew of an adopted run: its lineage, who pushes,
+        and the secrets that its box holds, which only the box has kept."""
+        assert attempt.box
         work = self.store.work_of(attempt.job.id)
-        attempt.lineage = work.lineage if work else None
+        if work:
+            attempt.lineage = work.lineage
+            attempt.settings = msgspec.structs.replace(
+                attempt.settings, publish=work.publish
+            )
+        given = _json_line((self._patiently(attempt.box.given) or b"").decode())
+        attempt.token = given.get("gate", {}).get("token", "")
+        attempt.forge_environment = given.get("forge", {}).get("environment", {})
+        if secret := attempt.forge_environment.get(GIT_PASSWORD):
+            attempt.name_secret(secret)
 
     def _start(self, attempt: Attempt) -> None:
         assert attempt.box and attempt.started_at is not None

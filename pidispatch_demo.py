@@ -5215,6 +5215,10 @@ class ProcessBox:
         """None: the scripted agent keeps no session."""
         return None
 
+    def given(self) -> bytes | None:
+        """The job.json that was put in."""
+        return (self.root / "job" / "job.json").read_bytes()
+
     def log(self) -> bytes:
         """The runner's stdout."""
         return (self.root / "runner.log").read_bytes()

@@ -6987,7 +6987,8 @@ class Store(Controls):
         """The job that has in hand the folder which this one waits for, if any."""
         sql = """SELECT other.id FROM jobs JOIN jobs AS other USING (scope)
                  WHERE jobs.id = ? AND other.seq <> jobs.seq
-                 AND other.state IN ('claimed', 'starting', 'running') LIMIT 1"""
+                 AND (other.state IN ('claimed', 'starting', 'running')
+                      OR other.state = 'queued' AND other.attempt > 0) LIMIT 1"""
         rows = self._rows(sql, job)
         return rows[0][0] if rows else None
 
@@ -9654,9 +9655,11 @@ def _sweep(root: Path) -> None:
     """Remove what a killed process left: far older than any command may run."""
     import shutil
 
-    for left in (*root.glob("askpass-*"), *root.glob("quarantine-*")):
-        if time.time() - left.stat().st_mtime > DAY:
-            shutil.rmtree(left, ignore_errors=True)
+    for kind in ("askpass", "quarantine", "folder"):
+        for left in root.glob(f"{kind}-*"):
+            with contextlib.suppress(FileNotFoundError):  # another process's, at work
+                if time.time() - left.stat().st_mtime > DAY:
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 def write_pack(mirror: Mirror, path: Path, tips: Sequence[str], depth: int) -> bytes:
@@ -11578,7 +11581,7 @@ class Dispatcher:
             forks=ended.forks if ended else None,
             provider=provider,
             model=model,
-            budgetReserved=attempt.started_at is not None,
+            budgetReserved=attempt.started_at is not None or claimed.attempt > 0,
             attempt=claimed.attempt + (attempt.started_at is not None),
             replica=job.replica,
             replicas=job.replicas,
@@ -12214,7 +12217,10 @@ class Cron:
         for rule in rules:
             name = rule.on.id
             if name is not None and now >= self._next[name]:
-                self._fire(rule, name, now)
+                try:
+                    self._fire(rule, name, now)
+                except Exception as error:  # one rule's edge: the others are due too
+                    log_event("cron-trouble", logging.ERROR, rule=name, error=error)
 
     def _learn(self, rules: Sequence[Rule]) -> None:
         crons = {str(r.on.id): r.on for r in rules if r.on.type == "cron"}

@@ -1720,6 +1720,43 @@ def test_a_job_that_waited_through_a_long_pause_still_gets_its_day_of_trying(
     assert 0 <= bench.clock() - since - pidispatch.DAY < 600
 
 
+@pytest.mark.parametrize("how", ["cancelled", "refused", "given up"])
+def test_a_record_says_of_a_second_attempt_that_the_first_was_paid(
+    bench: Bench, how: str
+) -> None:
+    """The ledger keeps that slot, whatever becomes of the retry."""
+    bench.engine.exits.append(BoxExit(code=1, result=None, tokens=None))
+    [run] = bench.run()
+    assert (run.state, bench.used()) == ("queued", 1)
+    bench.clock.pass_(pidispatch.RETRY_SECONDS)
+    if how == "cancelled":
+        bench.store.cancel(run.id)
+    elif how == "refused":
+        bench.change(keys={})
+    else:
+        bench.forge.token_error = pidispatch.InfraError("away")
+        bench.dispatcher.deferrals_max = 0
+    bench.work()
+    _, record, _ = bench.store.run(run.id)
+    assert record
+    assert (record.budgetReserved, record.attempt, record.startedAt) == (True, 1, None)
+    assert bench.used() == 1
+
+
+def test_what_another_process_removes_while_we_look_is_no_trouble(
+    tmp_path: Path,
+) -> None:
+    """`compare` beside a worker: git's own folders come and go."""
+    root = tmp_path / "mirrors"
+    root.mkdir()
+    for kind in ("askpass", "quarantine", "folder"):
+        (root / f"{kind}-gone").symlink_to(tmp_path / "nowhere")
+        (root / f"{kind}-old").mkdir()
+        os.utime(root / f"{kind}-old", (1, 1))
+    pidispatch.Mirrors(root)
+    assert not [*root.glob("*-old")]
+
+
 def test_a_token_left_by_a_killed_git_is_swept_while_we_run(tmp_path: Path) -> None:
     """Its folder is young when the next start looks, which may be the last one."""
     settings = pidispatch.Settings(state_dir=tmp_path)

@@ -741,13 +741,20 @@ def test_a_run_here_touches_no_other_job_of_the_queue(
     local.close()
 
 
+@pytest.mark.parametrize("state", ["claimed", "running", "waits for its retry"])
 def test_a_folder_that_a_dead_worker_held_is_said_and_not_waited_for(
-    world: World, folder: Path
+    world: World, folder: Path, state: str
 ) -> None:
     store = pidispatch.Store(world.settings.db)
     first = pidispatch.local_job(rule(folder, task="first"), time.time())
     store.admit_local(first)
-    assert store.claim()
+    claimed = store.claim()
+    assert claimed
+    if state != "claimed":
+        store.start(claimed, pidispatch.Caps.of(world.settings))
+        store.running(claimed)
+    if state.startswith("waits"):
+        store.retry(claimed, time.time() + pidispatch.RETRY_SECONDS)
     store.close()
     local = run_here(world, folder)
     with pytest.raises(pidispatch.ConfigError, match=f"{first.id} has the folder"):

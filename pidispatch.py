@@ -3161,6 +3161,9 @@ GIT_USERNAME, GIT_PASSWORD = "PI_GIT_USERNAME", "PI_GIT_PASSWORD"
 
 #: Seconds to connect to a forge's API, and between two reads of its answer.
 API_TIMEOUT = (5.0, 10.0)
+#: Bounds of one whole answer, and of a list: a timeout of reads ends neither a
+#: forge that sends a byte every nine seconds nor one that always has a next page.
+API_SECONDS, API_BYTES, API_PAGES = 60.0, 64 * 1024 * 1024, 1_000
 PAGE_SIZE = 100
 
 #: JSON that is not an object: a field of a wrong type is a missing field, and
@@ -3378,10 +3381,11 @@ class ApiForge(Forge):
         """The bare answer; with an `etag` it may be 304, unchanged since then. A
         `path` may be a whole URL of the same forge."""
         import requests
+        import urllib3
 
         unchanged = {"If-None-Match": etag} if etag else {}
         try:
-            return self.session.request(
+            response = self.session.request(
                 method,
                 path if "://" in path else self.api + path,
                 params=dict(params),
@@ -3390,10 +3394,25 @@ class ApiForge(Forge):
                 auth=self._sign(token),
                 timeout=API_TIMEOUT,
                 allow_redirects=False,
+                stream=True,
             )
-        except requests.RequestException as error:
+            return self._whole(what, response)
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
             kind = type(error).__name__
             raise InfraError(f"{self.kind}: cannot {what}: {kind}") from error
+
+    def _whole(self, what: str, response: requests.Response) -> requests.Response:
+        """The answer with its body read, in bounds of time and size."""
+        end, taken = time.monotonic() + API_SECONDS, bytearray()
+        # as it comes: `read` waits for all of it, and urllib3 1 has nothing else
+        read = getattr(response.raw, "read1", response.raw.read)
+        while chunk := read(65_536, decode_content=True):
+            taken += chunk
+            if len(taken) > API_BYTES or time.monotonic() > end:
+                response.close()
+                raise InfraError(f"{self.kind}: cannot {what}: an answer without end")
+        response._content = bytes(taken)
+        return response
 
     def _read(self, what: str, answer: type[T], response: requests.Response) -> T:
         status = response.status_code
@@ -3416,12 +3435,13 @@ class ApiForge(Forge):
         **only: str,
     ) -> Iterator[T]:
         """Every row of a list, page by page; `only` are the query's filters."""
-        for page in itertools.count(1):
+        for page in range(1, API_PAGES + 1):
             bounds = {"per_page": PAGE_SIZE, "page": page}
             rows = self._call(what, answer, "GET", path, token, **bounds, **only)
             yield from rows
             if len(rows) < PAGE_SIZE:
                 return
+        raise InfraError(f"{self.kind}: cannot {what}: a list without end")
 
 
 def _quoted(segment: str) -> str:
@@ -4482,13 +4502,14 @@ class Forgejo(PullForge):
         """Page by page until one is empty, for a server may give fewer than asked;
         one that gives the same page again knows no pages."""
         before: list[T] = []
-        for page in itertools.count(1):
+        for page in range(1, API_PAGES + 1):
             asked: dict[str, Any] = {**params, "limit": self.page, "page": page}
             rows = self._call(what, answer, "GET", path, self._token(repo), **asked)
             if not rows or rows == before:
                 return
             yield from rows
             before = rows
+        raise InfraError(f"{self.kind}: cannot {what}: a list without end")
 
     def clone_url(self, repo: str) -> str:
         return f"{self.url}/{repo}.git"

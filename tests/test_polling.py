@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import requests
-from conftest import FakeClock, record_of
+from conftest import FakeClock, raw_answer, record_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import world as whole_world
@@ -655,7 +655,7 @@ class Canned(requests.Session):
         self.asked += 1
         answer = requests.Response()
         answer.status_code = 200
-        answer._content = self.body
+        answer.raw = raw_answer(self.body)
         answer.headers.update(self.headers_)
         return answer
 

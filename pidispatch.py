@@ -13720,8 +13720,11 @@ def compare_runs(settings: Settings, reader: Reader, job: str) -> Comparison:
             _compared(reader, row, opened.get(row.id), notes.get(row.id))
             for row in rows
         ]
-        pairs = itertools.combinations(opened, 2)
-        between = [Between(a, b, diff_between(opened[a], opened[b])) for a, b in pairs]
+        shown = [run.job for run in runs if run.change]
+        between = []
+        for a, b in itertools.combinations(shown, 2):
+            with contextlib.suppress(BundleRefused):  # too much, each by itself is not
+                between.append(Between(a, b, diff_between(opened[a], opened[b])))
     return Comparison(run.target, run.flow, runs, between)
 
 
@@ -13732,7 +13735,10 @@ def _compared(
     change = None
     if result is not None:
         _, workspace, _ = reader.kept(row.id)
-        change = change_of(result, _start_of(result, workspace))
+        try:
+            change = change_of(result, _start_of(result, workspace))
+        except BundleRefused as error:  # a few kB may hold more than can be shown
+            note = error.message
     return Compared(
         job=row.id,
         replica=row.replica,

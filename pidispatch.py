@@ -7006,10 +7006,8 @@ class Store(Controls):
 
     def holder(self, job: str) -> str | None:
         """The job that has in hand the folder which this one waits for, if any."""
-        sql = """SELECT other.id FROM jobs JOIN jobs AS other USING (scope)
-                 WHERE jobs.id = ? AND other.seq <> jobs.seq
-                 AND (other.state IN ('claimed', 'starting', 'running')
-                      OR other.state = 'queued' AND other.attempt > 0) LIMIT 1"""
+        sql = f"""SELECT other.id FROM jobs JOIN jobs AS other ON {_HOLDS_FOLDER}
+                  WHERE jobs.id = ? LIMIT 1"""
         rows = self._rows(sql, job)
         return rows[0][0] if rows else None
 
@@ -7564,11 +7562,19 @@ def _holds_of(db: sqlite3.Connection, limits: Limits, now: float) -> list[Hold]:
     ]
 
 
+#: The job `other` has the folder of `jobs` in hand, or one in it, or one around it.
+_HOLDS_FOLDER = """other.state <> 'done' AND other.seq <> jobs.seq
+    AND (instr(rtrim(jobs.scope, '/') || '/', rtrim(other.scope, '/') || '/') = 1
+         OR instr(rtrim(other.scope, '/') || '/', rtrim(jobs.scope, '/') || '/') = 1)
+    AND (other.state IN ('claimed', 'starting', 'running')
+         OR other.state = 'queued' AND other.attempt > 0)"""
+
+
 def _claim(
     db: sqlite3.Connection, held: str, now: float, only: str | None
 ) -> Claimed | None:
     """A folder is one job's from its claim to its record, a retry's wait included."""
-    sql = """UPDATE jobs SET state = 'claimed', claim = ?1
+    sql = f"""UPDATE jobs SET state = 'claimed', claim = ?1
              WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
                  AND (?4 IS NULL OR id = ?4) AND (
                  cancel IS NOT NULL OR (
@@ -7577,10 +7583,7 @@ def _claim(
                                      WHERE jobs.scope GLOB held.value)
                      AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
                      AND NOT (scope GLOB 'local:*' AND EXISTS (
-                         SELECT 1 FROM jobs AS other
-                         WHERE other.scope = jobs.scope AND other.seq <> jobs.seq
-                         AND (other.state IN ('claimed', 'starting', 'running')
-                              OR other.state = 'queued' AND other.attempt > 0)))))
+                         SELECT 1 FROM jobs AS other WHERE {_HOLDS_FOLDER}))))
                  ORDER BY seq LIMIT 1)
              RETURNING payload, claim, attempt, queued_at, deferrals"""
     rows = db.execute(sql, (random_hex(8), now, held, only)).fetchall()

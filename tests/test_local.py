@@ -649,6 +649,30 @@ def test_a_folder_is_held_through_a_retrys_wait_and_by_its_real_name(
     assert last and last.job.id == second.id
 
 
+@pytest.mark.parametrize("outer_first", [True, False])
+def test_a_folder_within_another_is_not_worked_in_beside_it(
+    store: pidispatch.Store, clock: FakeClock, tmp_path: Path, outer_first: bool
+) -> None:
+    """The box of the one could write, or replace by a link, the folder of the other."""
+    places = [tmp_path / "notes", tmp_path / "notes" / "sub"]
+    beside = tmp_path / "notes-too"
+    places = places if outer_first else places[::-1]
+    first, second, third = (
+        pidispatch.local_job(rule(place), clock()) for place in (*places, beside)
+    )
+    for job in (first, second, third):
+        store.admit_local(job)
+    held = store.claim()
+    assert held and held.job.id == first.id
+    other = store.claim()
+    assert other and other.job.id == third.id, "its name only begins alike"
+    assert store.claim() is None
+    assert store.holder(second.id) == first.id
+    store.finish(held, record_of(held), None)
+    last = store.claim()
+    assert last and last.job.id == second.id
+
+
 def test_a_retry_takes_its_own_half_done_work_for_no_dirt(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

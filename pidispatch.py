@@ -10926,6 +10926,13 @@ class Lineages(msgspec.Struct, frozen=True):
             return "replaced"
         return None
 
+    def forget(self, job: Job, seen: str) -> None:
+        """Remove the stored transcript, if it is still what `load` saw."""
+        folder = self.folder(job)
+        with contextlib.suppress(OSError, ConfigError), lock_file(folder / "lock"):
+            if _seen(folder / "current.jsonl") == seen:
+                (folder / "current.jsonl").unlink()
+
     def sweep(self, before: float) -> None:
         """Remove transcripts that are too old to be continued, and nothing else."""
         for path in self.root.glob("*/current.jsonl"):
@@ -11202,6 +11209,13 @@ class Dispatcher:
         if reason is not None:
             note = SessionNote(lineage.note.resumed, reason)
             attempt.lineage = Lineage(note, lineage.seen, lineage.pi)
+
+    def drop_session(self, attempt: Attempt) -> None:
+        """A provider may take no conversation as the stored one is: what a box made of
+        it, or its length. The next run begins anew instead of failing as this one."""
+        lineage, lineages = attempt.lineage, self._lineages(attempt)
+        if lineage and lineages and lineage.note.resumed:
+            lineages.forget(attempt.job, lineage.seen)
 
     def check_protection(self, attempt: Attempt) -> None:
         """With a token in the box only protection keeps the default branch whole.
@@ -11501,6 +11515,8 @@ class Dispatcher:
             verdict = Verdict("failed", verdict.reason)
         if verdict.outcome == "completed":
             self.keep_session(attempt)
+        elif verdict.reason == "runner-policy":
+            self.drop_session(attempt)
         self._finish(attempt, verdict, ended)
 
     def _collect(self, attempt: Attempt) -> BoxExit:

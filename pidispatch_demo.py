@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------
 
 Json = dict[str, Any]
+#: This very file; inside a one-file binary the module itself is compiled.
+_OWN_FILE = Path(__file__).resolve().with_suffix(".py")
 _CONTROL = "/control/"
 
 
@@ -460,9 +462,7 @@ class GitRepository:
             config.write(_REPOSITORY_CONFIG)
         hook = path / "hooks" / "proc-receive"
         hook.parent.mkdir()
-        hook.write_text(
-            f'#!/bin/sh\nexec "{sys.executable}" -I "{Path(__file__).resolve()}" hook\n'
-        )
+        hook.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I "{_OWN_FILE}" hook\n')
         hook.chmod(0o755)
 
     def git(self, *arguments: str, stdin: bytes = b"") -> str:
@@ -3650,7 +3650,7 @@ class ProcessBox:
         )
 
     def _command(self) -> list[str]:
-        agent = f"{shlex.quote(sys.executable)} {shlex.quote(__file__)} agent"
+        agent = f"{shlex.quote(sys.executable)} {shlex.quote(str(_OWN_FILE))} agent"
         command = [sys.executable, "-I", str(self._image / "runner.py"), "--pi", agent]
         for name in ("job", "workspace", "outbox", "home", "rules"):
             command += [f"--{name}", str(self.root / name)]

@@ -19,7 +19,7 @@ The map, bottom-up; a section uses only what stands above it:
     box          Docker: network, gate, container, wait, stop, reap
     publish      host-side git: mirrors, packs, bundles, pushes, requests
     dispatch     the ladder before spending; one job from claim to record
-    intake       the HTTP edge, the inbox, the watchers of rules and limits
+    intake       the HTTP edge, the inbox, the poller, the watchers of files
     surfaces     tables, run detail, doctor
     cli          click commands: parsing and calling, nothing else
 """
@@ -101,6 +101,13 @@ DAY = 86_400.0
 RETENTION_SECONDS = 31 * DAY
 WINDOW_SECONDS = 600.0
 JOB_SECONDS = 1_800
+#: How the ids of polled events begin.
+POLLED = "poll-"
+#: Lists of a forge may show things late and out of order, by so many seconds.
+POLL_OVERLAP = 120.0
+#: What happened while nobody looked for longer than this is not made up for:
+#: as long as GitHub keeps the deliveries of a webhook.
+POLL_GAP = 3 * DAY
 MAX_BODY_BYTES = 25 * 1024 * 1024
 MAX_NUMBER = 2**53
 
@@ -109,7 +116,13 @@ ForgeKind = Literal["github", "gitlab", "forgejo", "azure"]
 
 
 class ForgeRow(msgspec.Struct, frozen=True):
-    """What differs between forges as data; behaviour is in section `forges`."""
+    """What differs between forges as data; behaviour is in section `forges`.
+
+    `label_actions` says what counts as added by the actions that a label rule
+    knows: everything the item carries, what the event says was added, or nothing.
+    `comment_actions` are the words for a newly created comment; None where the
+    parser alone can tell.
+    """
 
     kind: ForgeKind
     prefix: str
@@ -122,6 +135,8 @@ class ForgeRow(msgspec.Struct, frozen=True):
     request_ref: str | None
     cli: str
     secret_variable: str
+    label_actions: Mapping[str | None, Literal["all", "added", "nothing"]]
+    comment_actions: tuple[str | None, ...] | None
 
 
 FORGES: dict[str, ForgeRow] = {
@@ -146,6 +161,9 @@ FORGES: dict[str, ForgeRow] = {
             "refs/pull/{n}/head",
             "gh",
             "WEBHOOK_SECRET",
+            # `opened` is silent, because a `labeled` follows for each label
+            {"labeled": "added", "opened": "nothing", "reopened": "nothing"},
+            ("created",),
         ),
         ForgeRow(
             "gitlab",
@@ -159,6 +177,8 @@ FORGES: dict[str, ForgeRow] = {
             "refs/merge-requests/{n}/head",
             "glab",
             "GITLAB_WEBHOOK_SECRET",
+            {"open": "all", "update": "added", "reopen": "nothing"},
+            ("create", None),  # before 16.11 a note has no action
         ),
         ForgeRow(
             "forgejo",
@@ -172,6 +192,8 @@ FORGES: dict[str, ForgeRow] = {
             "refs/pull/{n}/head",
             "tea",
             "FORGEJO_WEBHOOK_SECRET",
+            {"opened": "all", "label_updated": "added", "reopened": "nothing"},
+            ("created",),
         ),
         ForgeRow(
             "azure",
@@ -185,6 +207,8 @@ FORGES: dict[str, ForgeRow] = {
             None,
             "az",
             "AZURE_WEBHOOK_SECRET",
+            {"created": "all", "updated": "added"},
+            None,
         ),
     )
 }
@@ -276,6 +300,19 @@ END_REASONS = (
     "unexpected-exit",
     "lost",
     "internal-error",
+)
+
+#: Why a rule's `resume` began anew, or what it said was not kept (40-box, sessions).
+SESSION_REASONS = (
+    "absent",
+    "retried",
+    "too-old",
+    "too-large",
+    "pi-version-changed",
+    "publish-changed",
+    "unreadable",
+    "not-kept",
+    "replaced",
 )
 
 Outcome = Literal["completed", "policy", "failed"]
@@ -481,6 +518,14 @@ def _words(text: str) -> tuple[str, ...]:
     return words
 
 
+def _repos(text: str) -> tuple[str, ...]:
+    repos = tuple(dict.fromkeys(_words(text)))
+    for repo in repos:
+        if not re.fullmatch(r"([a-z]+:)?[^\s/:]+(/[^\s/:]+)+", repo):
+            raise ValueError(f"must be owner/name, comma separated; not {repo}")
+    return repos
+
+
 def _secrets(text: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in text.split(",") if part.strip())
     if not parts:
@@ -591,7 +636,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "PI_PROVIDERS_FILE", _path, None, "More model providers, also local ones."
     )
     sessions_dir: Path | None = _setting(
-        "PI_SESSIONS_DIR", _path, None, "Transcripts of rules with `resume`."
+        "PI_SESSIONS_DIR",
+        _path,
+        None,
+        "Transcripts of rules with `resume`; one folder a lineage, 0700.",
     )
     bind: str = _setting(
         "PI_BIND", _text, "0.0.0.0", "Address of the webhook receiver."
@@ -680,6 +728,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         6,
         "Deliveries an hour for one target; 0 is off.",
     )
+    poll_repos: tuple[str, ...] = _setting(
+        "POLL_REPOS", _repos, (), "Repositories to poll, owner/name, comma separated."
+    )
+    poll_interval: int = _setting(
+        "POLL_INTERVAL_SECONDS",
+        _integer(30, 86_400),
+        60,
+        "Seconds between two looks at a repository; GitHub may ask for more.",
+    )
     publish: str = _setting(
         "PI_PUBLISH",
         _choice("host", "agent"),
@@ -744,6 +801,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         (),
         "Signing tokens (`whsec_…`) or secret tokens, comma separated.",
     )
+    forgejo_url: str | None = _setting(
+        "FORGEJO_URL", _url, None, "Forgejo's or Gitea's address, sub-path included."
+    )
+    forgejo_token: str | None = _setting(
+        "FORGEJO_TOKEN", _text, None, "Access token of an account of ours there."
+    )
+    forgejo_bot_id: int | None = _setting(
+        "FORGEJO_BOT_ID", _integer(1), None, "That account's id; asked when unset."
+    )
+    forgejo_webhook_secret: tuple[str, ...] = _setting(
+        "FORGEJO_WEBHOOK_SECRET",
+        _secrets,
+        (),
+        "Forgejo's webhook secrets, comma separated.",
+    )
     providers: Mapping[str, Provider] = msgspec.field(
         default_factory=lambda: dict(PROVIDERS)
     )
@@ -765,7 +837,10 @@ SETTINGS: Mapping[str, SettingRow] = dict(
 
 
 #: A forge that is to be served with the first needs the others as well.
-_TOGETHER = (("GITLAB_WEBHOOK_SECRET", "GITLAB_WEBHOOK_MODE", "GITLAB_TOKEN"),)
+_TOGETHER = (
+    ("GITLAB_WEBHOOK_SECRET", "GITLAB_WEBHOOK_MODE", "GITLAB_TOKEN"),
+    ("FORGEJO_WEBHOOK_SECRET", "FORGEJO_URL", "FORGEJO_TOKEN"),
+)
 
 
 def signing_key(secret: str) -> bytes | None:
@@ -894,8 +969,19 @@ def _provider(name: str, row: Any) -> Provider:
         row["keyVariable"],
         row.get("authHeader", "x-api-key" if anthropic else "authorization"),
         row.get("authPrefix", "" if anthropic else "Bearer "),
-        tuple(row.get("models", ())),
+        tuple(_model_row(model) for model in row.get("models", ())),
     )
+
+
+def _model_row(row: Any) -> Mapping[str, Any]:
+    """One of pi's model rows; a wrong price would otherwise end the gate."""
+    if not isinstance(row, dict) or not isinstance(row.get("id"), str):
+        raise ValueError("models: each is an object with an id")
+    cost: Any = row.get("cost", {})
+    prices: list[Any] = list(cost.values()) if isinstance(cost, dict) else [None]
+    if not all(type(price) in (int, float) and 0 <= price < 1e9 for price in prices):
+        raise ValueError(f"models: the cost of {row['id']} must hold prices, from 0")
+    return row
 
 
 #: What the overlay may change, by its name in the file.
@@ -1032,6 +1118,11 @@ def siblings(replica: int | None, replicas: int | None) -> tuple[int, ...]:
     return tuple(i for i in range(1, (replicas or 0) + 1) if i != replica)
 
 
+def label_digest(name: str) -> str:
+    """What is remembered of a label: enough to know it again."""
+    return _digest(name, 16)
+
+
 def comment_marker(name: str, kind: str) -> str:
     """The hidden last line of a comment, by which it is found and never repeated."""
     return f"<!-- pidispatch:{name}:{kind} -->"
@@ -1102,6 +1193,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     `incomplete`: the forge's API must tell the rest before this can be judged.
     `inert`: a request's update that changed neither its commits, nor that it is a
     draft, nor added a label.
+    `remember`: the labels the item has from now on, of a forge that does not say
+    what an event added.
     """
 
     forge: ForgeKind
@@ -1126,6 +1219,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     fault: str | None = None
     incomplete: bool = False
     inert: bool = False
+    remember: tuple[str, ...] | None = None
 
 
 class On(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -2136,24 +2230,6 @@ def _rows_schema(rows: Mapping[str, _Row]) -> dict[str, Any]:
 
 # -- matching an event to a rule ----------------------------------------------
 
-#: What counts as added by the actions that a label rule knows: everything the
-#: item carries, what the event says was added, or nothing. GitHub's `opened`
-#: is silent because a `labeled` follows for each label.
-_LABEL_ACTIONS: dict[str, dict[str | None, Literal["all", "added", "nothing"]]] = {
-    "github": {"labeled": "added", "opened": "nothing", "reopened": "nothing"},
-    "gitlab": {"open": "all", "update": "added", "reopen": "nothing"},
-    "forgejo": {"opened": "all", "label_updated": "added", "reopened": "nothing"},
-    "azure": {"created": "all", "updated": "added"},
-}
-
-#: A newly created comment in the forge's words; Azure has none, its parser
-#: tells new from edited. GitLab before 16.11 sends no action with a note.
-_COMMENT_ACTIONS: dict[str, tuple[str | None, ...]] = {
-    "github": ("created",),
-    "gitlab": ("create", None),
-    "forgejo": ("created",),
-}
-
 #: From far to near: of several rules that did not match, the reason of the one
 #: that came nearest is reported.
 _NEARNESS = (
@@ -2187,13 +2263,19 @@ def match_event(rules: Sequence[Rule], event: Event) -> Match | Drop:
     return nearest
 
 
+def wants_added(event: Event) -> bool:
+    """Whether the labels that the event added decide, and are not known."""
+    mode = FORGES[event.forge].label_actions.get(event.action)
+    return event.added is None and mode == "added"
+
+
 def _actionable(event: Event) -> bool:
     """Whether some rule type of the forge knows the event's action."""
     row = FORGES[event.forge]
     if event.kind == "label":
-        return event.action in _LABEL_ACTIONS[event.forge]
+        return event.action in row.label_actions
     if event.kind == "comment":
-        known = _COMMENT_ACTIONS.get(event.forge)
+        known = row.comment_actions
         return known is None or event.action in known
     if event.kind == "issue":
         return event.action is not None and event.action == row.close_word
@@ -2229,7 +2311,7 @@ def _judge_labels(rule: Rule, event: Event) -> str | Drop:
     on, fold = rule.on, _label_fold(event.forge)
     if not _holds(on, event):
         return Drop("no-allowlisted-label")
-    mode = _LABEL_ACTIONS[event.forge].get(event.action)
+    mode = FORGES[event.forge].label_actions.get(event.action)
     # What was added is not always told (None): then the whole set counts.
     told = _present(event) if event.added is None else {*map(fold, event.added)}
     counts = _present(event) if mode == "all" else told if mode == "added" else set()
@@ -2250,7 +2332,7 @@ def _judge_request(rule: Rule, event: Event) -> str | Drop:
             return Drop("review-state-not-matched")
         if event.review_state == "commented" and not (event.review or "").strip():
             return Drop("no-review-body")
-    labelling = _LABEL_ACTIONS[event.forge].get(event.action) == "added"
+    labelling = FORGES[event.forge].label_actions.get(event.action) == "added"
     if labelling and on.match == "added" and (on.any or on.all):
         found = _judge_labels(rule, event)
         return _far(event) if found == Drop("no-allowlisted-label") else found
@@ -2742,6 +2824,28 @@ class Request(msgspec.Struct, frozen=True):
     title: str = ""
 
 
+class News(msgspec.Struct, frozen=True):
+    """What one look at a stream brought; without events also when it is unchanged.
+
+    Each event has its own time, and a delivery id that stays the same for ever.
+    `newest` is how far the list went, `etag` the list's, and `wait` the seconds
+    that the forge wants to be left alone.
+    """
+
+    events: tuple[Event, ...] = ()
+    newest: float | None = None
+    etag: str | None = None
+    wait: float = 0.0
+
+
+class Throttled(InfraError):
+    """The forge answers no more for `wait` seconds."""
+
+    def __init__(self, message: str, wait: float) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
 class Forge(Protocol):
     """What the rest of pidispatch asks of a forge.
 
@@ -2749,10 +2853,19 @@ class Forge(Protocol):
     Malformed; whatever talks to the API raises InfraError when it could not
     tell, Rejected or Refused on a determinate no. `own_id` is None when there
     is no identity of ours because no token is configured. `complete` fills in
-    what an `incomplete` event left to the API.
+    what an `incomplete` event left to the API; `signed` are the bytes that the
+    credential vouches for.
     """
 
     kind: ForgeKind
+    #: The streams of events that can be polled; of most forges there are none.
+    streams: ClassVar[tuple[str, ...]] = ()
+    #: Where its deliveries are taken beside `/<kind>`.
+    aliases: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def hooked(self) -> bool:
+        """Whether it may deliver webhooks here: it has a secret."""
 
     def verify(self, headers: Mapping[str, str], body: bytes) -> None: ...
 
@@ -2760,11 +2873,21 @@ class Forge(Protocol):
 
     def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]: ...
 
+    def signed(self, headers: Mapping[str, str], body: bytes) -> bytes: ...
+
     def complete(self, event: Event) -> Event: ...
 
     def ask(self, event: Event) -> bool: ...
 
     def own_id(self) -> str | None: ...
+
+    def repository(self, name: str) -> str:
+        """The repository's name as deliveries spell it."""
+
+    def poll(
+        self, repo: str, stream: str, since: float | None, etag: str | None
+    ) -> News:
+        """What happened since then; None: since just before the newest that did."""
 
     def credential(self, repo: str) -> Credential: ...
 
@@ -2822,6 +2945,12 @@ def _time(value: object) -> float | None:
         return moment.timestamp() if moment.tzinfo and moment.year > 1970 else None
     except (ValueError, OverflowError):
         return None
+
+
+def _seconds(text: str | None, otherwise: float = 0.0) -> float:
+    """A header's whole number; anything else tells nothing."""
+    told = text is not None and re.fullmatch("[0-9]{1,12}", text)
+    return float(told[0]) if told else otherwise
 
 
 _SEGMENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,100}")
@@ -2896,6 +3025,10 @@ class ApiForge(Forge):
     outage_hint: ClassVar[str]
     api: str
     api_headers: ClassVar[Mapping[str, str]] = {}
+    #: Which trigger type a served action may fire, by event.
+    served: ClassVar[Mapping[str, Mapping[str, str]]]
+    #: Why a forge without streams has none.
+    unpolled: ClassVar[str] = "what happens there is known from its webhooks alone"
 
     def __init__(
         self, settings: Settings, session: requests.Session, clock: Clock = time.time
@@ -2910,6 +3043,10 @@ class ApiForge(Forge):
         """The webhook's secrets; a forge without any is not served."""
         return cast(tuple[str, ...], getattr(settings, cls.secret_field))
 
+    @property
+    def hooked(self) -> bool:
+        return bool(self.secrets(self.settings))
+
     @classmethod
     def trial_settings(cls, secret: str | None) -> dict[str, Any]:
         """The settings that check a stored delivery against one secret, if any."""
@@ -2920,6 +3057,10 @@ class ApiForge(Forge):
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         return _form_payload(body) if media == FORM_TYPE else body
 
+    def signed(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The raw body, whatever its encoding."""
+        return body
+
     def event_of(self, body: bytes) -> str | None:
         """The event of a stored body without headers, if its fields tell."""
         raise NotImplementedError
@@ -2927,6 +3068,15 @@ class ApiForge(Forge):
     def complete(self, event: Event) -> Event:
         """Nothing to ask: all of this forge's events are complete."""
         return event
+
+    def repository(self, name: str) -> str:
+        """Only of a forge with `streams`, and so is `poll`."""
+        raise NotImplementedError
+
+    def poll(
+        self, repo: str, stream: str, since: float | None, etag: str | None
+    ) -> News:
+        raise NotImplementedError
 
     def own_id(self) -> str | None:
         if self._own is None:
@@ -2957,15 +3107,30 @@ class ApiForge(Forge):
         Never redirected: a token must not follow a Location. Raises InfraError
         (network, 5xx, rate limit, an odd body) or Rejected.
         """
+        response = self._request(what, method, path, token, params, body)
+        return self._read(what, answer, response)
+
+    def _request(
+        self,
+        what: str,
+        method: str,
+        path: str,
+        token: str | None,
+        params: Mapping[str, str | int],
+        body: object = None,
+        etag: str | None = None,
+    ) -> requests.Response:
+        """The bare answer; with an `etag` it may be 304, unchanged since then."""
         import requests
 
+        unchanged = {"If-None-Match": etag} if etag else {}
         try:
-            response = self.session.request(
+            return self.session.request(
                 method,
                 self.api + path,
-                params=params,
+                params=dict(params),
                 json=body,
-                headers=self.api_headers,
+                headers={**self.api_headers, **unchanged},
                 auth=_bearer(token),
                 timeout=API_TIMEOUT,
                 allow_redirects=False,
@@ -2973,7 +3138,6 @@ class ApiForge(Forge):
         except requests.RequestException as error:
             kind = type(error).__name__
             raise InfraError(f"{self.kind}: cannot {what}: {kind}") from error
-        return self._read(what, answer, response)
 
     def _read(self, what: str, answer: type[T], response: requests.Response) -> T:
         status = response.status_code
@@ -3017,8 +3181,20 @@ class _GitHubLabel(msgspec.Struct):
     name: Any = None
 
 
+_LabelRows = (
+    list[_GitHubLabel | _Odd] | dict[str, Any] | str | int | float | bool | None
+)
+
+
+class _GitHubRepository(msgspec.Struct):
+    id: Any = None
+    full_name: Any = None
+
+
 class _GitHubHead(msgspec.Struct):
     sha: Any = None
+    ref: Any = None
+    repo: _GitHubRepository | _Odd = None
 
 
 class _GitHubItem(msgspec.Struct):
@@ -3032,14 +3208,26 @@ class _GitHubItem(msgspec.Struct):
     updated_at: Any = None
     author_association: Any = None
     user: _GitHubUser | _Odd = None
-    labels: list[_GitHubLabel | _Odd] | str | int | float | bool | None = None
+    labels: _LabelRows = None
     pull_request: Any = None
     head: _GitHubHead | _Odd = None
 
 
-class _GitHubRepository(msgspec.Struct):
-    id: Any = None
-    full_name: Any = None
+class _GitHubRow(_GitHubItem):
+    """A row of what is polled: any of an issue's events, a comment, a pull
+    request, a review, or a push."""
+
+    event: Any = None
+    actor: _GitHubUser | _Odd = None
+    label: _GitHubLabel | _Odd = None
+    issue: _GitHubItem | _Odd = None
+    issue_url: Any = None
+    html_url: Any = None
+    activity_type: Any = None
+    after: Any = None
+    created_at: Any = None
+    submitted_at: Any = None
+    timestamp: Any = None
 
 
 class _GitHubDelivery(msgspec.Struct):
@@ -3102,12 +3290,98 @@ def _actor(user: object) -> Actor | None:
     return Actor(number, _str(found.login)) if number else None
 
 
+def _is_said(notes: Iterable[_GitHubNote], marker: str, own: str | None) -> bool:
+    """Whether one of them is ours and holds the marker."""
+    return any(
+        marker in (note.body or "")
+        for note in notes
+        if note.user is None or own is None or str(note.user.id) == own
+    )
+
+
 def _label_names(*labels: object) -> tuple[str, ...]:
     names = (_str(_shaped(_GitHubLabel, label).name) for label in labels)
     return tuple(dict.fromkeys(name for name in names if name))
 
 
-class GitHub(ApiForge):
+class PullForge(ApiForge):
+    """REST as GitHub has it and as Gitea took it over."""
+
+    #: The status of a pull request that is refused because it stands already.
+    taken: ClassVar[int]
+
+    def _fault(
+        self, name: str, kind: str | None, repo: str | None, target: Target | None
+    ) -> str | None:
+        if name not in self.served:
+            return "unhandled-event"
+        if kind is None:
+            return "action-not-actionable"
+        if repo is None:
+            return "no-repository"
+        return None if target else "missing-number"
+
+    def _token(self, repo: str) -> str:
+        """The token of our own API calls. Raises Refused when there is none."""
+        raise NotImplementedError
+
+    def _notes(self, path: str, token: str) -> Iterable[_GitHubNote]:
+        """Every comment of an issue or request."""
+        raise NotImplementedError
+
+    def _holds(self, event: Event, *permissions: str) -> bool:
+        """Whether the actor has one of them. A login that has since passed to
+        another account answers for that account, so its id must be the actor's."""
+        if event.repo is None or event.actor is None or not event.actor.login:
+            return False
+        what, login = "read a permission", _quoted(event.actor.login)
+        path = f"/repos/{event.repo}/collaborators/{login}/permission"
+        try:
+            token = self._token(event.repo)
+            found = self._call(what, _GitHubPermission, "GET", path, token)
+        except Rejected as error:
+            if error.status == 404:
+                return False
+            raise InfraError(error.message, "may the token read it?") from error
+        except Refused as error:
+            raise InfraError(error.message, error.fix) from error
+        same = found.user is None or str(found.user.id) == event.actor.id
+        return same and found.permission in permissions
+
+    def default_branch(self, repo: str) -> str:
+        what, path, token = "read the repository", f"/repos/{repo}", self._token(repo)
+        return self._call(what, _GitHubDefault, "GET", path, token).default_branch
+
+    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
+        """Post once: a comment of ours that holds the marker is the same one."""
+        path = f"/repos/{repo}/issues/{target.number}/comments"
+        token, own = self._token(repo), self.own_id()
+        if not _is_said(self._notes(path, token), marker, own):
+            said = text if marker in text else f"{text}\n\n{marker}"
+            self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
+
+    def open_request(
+        self, repo: str, head: str, base: str, title: str, body: str
+    ) -> Request:
+        what, path = "open the pull request", f"/repos/{repo}/pulls"
+        asked = {"title": title, "head": head, "base": base, "body": body}
+        try:
+            row = self._call(what, _GitHubPull, "POST", path, self._token(repo), asked)
+        except Rejected as error:
+            stands = error.status == self.taken
+            found = self.find_request(repo, head) if stands else None
+            if found is None:
+                raise
+            return found
+        return Request(row.number, row.html_url, row.title)
+
+    def retitle_request(self, repo: str, number: int, title: str) -> None:
+        what, path = "retitle the pull request", f"/repos/{repo}/pulls/{number}"
+        asked = {"title": title}
+        self._call(what, _GitHubPull, "PATCH", path, self._token(repo), asked)
+
+
+class GitHub(PullForge):
     """github.com and GitHub Enterprise Server.
 
     Facts: docs.github.com "Webhook events and payloads", "Validating webhook
@@ -3115,6 +3389,7 @@ class GitHub(ApiForge):
     """
 
     kind: ForgeKind = "github"
+    taken = 422
     secret_field = "webhook_secret"
     event_header = "x-github-event"
     delivery_header = "x-github-delivery"
@@ -3125,9 +3400,8 @@ class GitHub(ApiForge):
         "X-GitHub-Api-Version": "2022-11-28",
         "User-Agent": f"pidispatch/{__version__}",
     }
-    #: Which trigger type a served action may fire. `opened` and `reopened` of
-    #: an issue are for rules that match the labels present.
-    served: ClassVar[Mapping[str, Mapping[str, str]]] = {
+    #: `opened` and `reopened` of an issue are for rules that match the labels present.
+    served = {
         "issues": {
             "labeled": "label",
             "opened": "label",
@@ -3142,6 +3416,12 @@ class GitHub(ApiForge):
     }
     #: Author associations whose word starts work.
     steers = ("OWNER", "MEMBER", "COLLABORATOR")
+    streams = ("events", "comments", "pulls")
+    aliases = ("/",)
+    #: The most pages that one look at a list reads.
+    poll_pages = 50
+    #: The share of the hour's requests that polling leaves to the jobs.
+    reserve = 0.1
 
     def __init__(
         self, settings: Settings, session: requests.Session, clock: Clock = time.time
@@ -3225,16 +3505,211 @@ class GitHub(ApiForge):
         kind: TargetType = "pull_request" if request else "issue"
         return Target(kind, number, _str(item.title), _str(item.body))
 
-    def _fault(
-        self, name: str, kind: str | None, repo: str | None, target: Target | None
-    ) -> str | None:
-        if name not in self.served:
-            return "unhandled-event"
-        if kind is None:
-            return "action-not-actionable"
-        if repo is None:
-            return "no-repository"
-        return None if target else "missing-number"
+    # --- polling: rows of the API as the deliveries they would have been
+
+    def repository(self, name: str) -> str:
+        what, path, token = "read the repository", f"/repos/{name}", self._token(name)
+        found = self._call(what, _GitHubRepository, "GET", path, token)
+        repo = _owner_and_name(found.full_name)
+        if repo is None or repo.lower() != name.lower():
+            raise InfraError(f"github: cannot {what} {name}: it has another name")
+        return repo
+
+    def poll(
+        self, repo: str, stream: str, since: float | None, etag: str | None
+    ) -> News:
+        look = {
+            "events": self._poll_events,
+            "comments": self._poll_comments,
+            "pulls": self._poll_pulls,
+        }
+        return look[stream](repo, since, etag)
+
+    def _poll_events(self, repo: str, since: float | None, etag: str | None) -> News:
+        """Labels, closes, reopenings, of issues and of pull requests alike."""
+        path = f"/repos/{repo}/issues/events"
+        rows, news = self._recent(repo, path, "created_at", since, etag, {})
+        found = [self._happened(repo, row) for row in rows]
+        return msgspec.structs.replace(news, events=tuple(filter(None, found)))
+
+    def _happened(self, repo: str, row: _GitHubRow) -> Event | None:
+        """A label that has been taken off since then is not added any more."""
+        item, action = _shaped(_GitHubItem, row.issue), _str(row.event)
+        pull = item.pull_request is not None
+        name = "pull_request" if pull else "issues"
+        if action not in self.served[name]:
+            return None
+        sent = _GitHubDelivery(
+            action=action,
+            issue=None if pull else item,
+            pull_request=item if pull else None,
+            label=row.label,
+            sender=row.actor,
+        )
+        event = self._polled(repo, name, f"e{_id(row.id)}", row.created_at, sent)
+        present = item.labels if isinstance(item.labels, list) else []
+        held = _label_names(*present)
+        added = tuple(name for name in event.added or () if name in held)
+        return msgspec.structs.replace(event, labels=held, added=added)
+
+    def _poll_comments(self, repo: str, since: float | None, etag: str | None) -> News:
+        """New comments; one that was edited before it was seen is not new."""
+        path = f"/repos/{repo}/issues/comments"
+        order = {"sort": "created", "direction": "desc"}
+        if since is not None:
+            when = time.gmtime(max(since, 0.0))
+            order["since"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", when)
+        rows, news = self._recent(repo, path, "created_at", since, etag, order)
+        events = tuple(self._said(repo, row) for row in rows)
+        return msgspec.structs.replace(news, events=events)
+
+    def _said(self, repo: str, row: _GitHubRow) -> Event:
+        number = _str(row.issue_url).rpartition("/")[2]
+        on_pull = "/pull/" in _str(row.html_url)
+        item = _GitHubItem(
+            number=int(number) if re.fullmatch("[0-9]{1,16}", number) else None,
+            pull_request=True if on_pull else None,
+        )
+        edited = (_time(row.updated_at) or 0.0) - (_time(row.created_at) or 0.0) > 2
+        action = "edited" if edited else "created"
+        sent = _GitHubDelivery(action=action, issue=item, comment=row, sender=row.user)
+        named = ("issue_comment", f"c{_id(row.id)}", row.created_at, sent)
+        return msgspec.structs.replace(self._polled(repo, *named), incomplete=True)
+
+    def _poll_pulls(self, repo: str, since: float | None, etag: str | None) -> News:
+        """New pull requests; and of those that changed, reviews and the last push."""
+        path = f"/repos/{repo}/pulls"
+        order = {"state": "all", "sort": "updated", "direction": "desc"}
+        rows, news = self._recent(repo, path, "updated_at", since, etag, order)
+        events: list[Event] = []
+        for row in rows:
+            opened = _GitHubDelivery(action="opened", pull_request=row, sender=row.user)
+            named = ("pull_request", f"p{_id(row.id)}", row.created_at, opened)
+            events.append(self._polled(repo, *named))
+            events += self._reviews(repo, row)
+            events += self._pushes(repo, row)
+        seen = tuple(event for event in events if event.when is not None)
+        return msgspec.structs.replace(news, events=seen)
+
+    def _reviews(self, repo: str, pull: _GitHubRow) -> Iterator[Event]:
+        path = f"/repos/{repo}/pulls/{_number(pull.number)}/reviews"
+        rows = self._pages(
+            "read the reviews", list[_GitHubRow | _Odd], path, self._token(repo)
+        )
+        most = self.poll_pages * PAGE_SIZE
+        for row in map(
+            functools.partial(_shaped, _GitHubRow), itertools.islice(rows, most)
+        ):
+            sent = _GitHubDelivery(
+                action="submitted", pull_request=pull, review=row, sender=row.user
+            )
+            named = ("pull_request_review", f"v{_id(row.id)}", row.submitted_at, sent)
+            yield self._polled(repo, *named)
+
+    def _pushes(self, repo: str, pull: _GitHubRow) -> Iterator[Event]:
+        """The last push to its branch and who made it, as the activity of the
+        repository it came from tells; nothing when that may not be read."""
+        head = _shaped(_GitHubHead, pull.head)
+        home = _owner_and_name(_shaped(_GitHubRepository, head.repo).full_name)
+        if home is None or not _str(head.ref) or pull.state != "open":
+            return
+        what, path = "read the pushes", f"/repos/{home}/activity"
+        branch, token = f"refs/heads/{_str(head.ref)}", self._token(repo)
+        try:
+            rows = self._call(
+                what, list[_GitHubRow | _Odd], "GET", path, token, ref=branch
+            )
+        except Rejected:
+            return
+        for row in (_shaped(_GitHubRow, row) for row in rows):
+            if row.activity_type in ("push", "force_push"):
+                pushed = msgspec.structs.replace(pull, head=_GitHubHead(row.after))
+                sent = _GitHubDelivery(
+                    action="synchronize", pull_request=pushed, sender=row.actor
+                )
+                named = ("pull_request", f"s{_id(row.id)}", row.timestamp, sent)
+                yield self._polled(repo, *named)
+                return
+
+    def _polled(
+        self, repo: str, name: str, key: str, at: object, sent: _GitHubDelivery
+    ) -> Event:
+        sent.repository = _GitHubRepository(full_name=repo)
+        event = self._event(name, POLLED + key, sent)
+        return msgspec.structs.replace(event, when=_time(at))
+
+    def complete(self, event: Event) -> Event:
+        """A polled comment does not show its issue, which may be gone by now."""
+        assert event.repo and event.target
+        path = f"/repos/{event.repo}/issues/{event.target.number}"
+        token, item = self._token(event.repo), _GitHubItem()
+        try:
+            item = self._call("read the issue", _GitHubItem, "GET", path, token)
+        except Rejected as error:
+            if error.status not in (404, 410):
+                raise
+        found = self._target(_GitHubDelivery(issue=item), item)
+        known = found is not None and found.number == event.target.number
+        fault = None if known else "missing-number"
+        return msgspec.structs.replace(
+            event, target=found, fault=fault, incomplete=False
+        )
+
+    def _recent(
+        self,
+        repo: str,
+        path: str,
+        by: str,
+        since: float | None,
+        etag: str | None,
+        order: Mapping[str, str],
+    ) -> tuple[list[_GitHubRow], News]:
+        """The rows of a list, newest first, back to `since`; rows without a time
+        are none. The first page tells whether anything changed."""
+        rows: list[_GitHubRow] = []
+        newest, tag, wait, token = None, None, 0.0, self._token(repo)
+        for page in range(1, self.poll_pages + 1):
+            place: dict[str, str | int] = {"per_page": PAGE_SIZE, "page": page, **order}
+            known = etag if page == 1 else None
+            answer = self._request("poll", "GET", path, token, place, etag=known)
+            wait = max(wait, self._asked(answer))
+            if answer.status_code == 304:
+                return [], News(etag=etag, wait=wait)
+            if self._limited(answer):
+                raise Throttled(f"github: {path}: rate limit", max(wait, 60.0))
+            found = self._read("poll", list[_GitHubRow | _Odd], answer)
+            timed = [
+                (at, row)
+                for row in found
+                if isinstance(row, _GitHubRow)
+                and (at := _time(getattr(row, by))) is not None
+            ]
+            if page == 1:
+                tag = answer.headers.get("ETag")
+                newest = max((at for at, _ in timed), default=None)
+            if since is None and newest is not None:
+                since = min(newest, self.clock()) - POLL_OVERLAP
+            rows += [row for at, row in timed if at >= (since or 0.0)]
+            if len(found) < PAGE_SIZE or any(at < (since or 0.0) for at, _ in timed):
+                break
+        else:
+            log_event("poll-cut-short", logging.WARNING, repo=repo, rows=len(rows))
+        return rows, News(newest=newest, etag=tag, wait=wait)
+
+    def _asked(self, answer: requests.Response) -> float:
+        """Seconds it asks us to wait, an hour at most (docs: "Best practices for
+        using the REST API", "Rate limits for the REST API")."""
+        given = answer.headers
+        asked = [
+            _seconds(given.get(name)) for name in ("retry-after", "x-poll-interval")
+        ]
+        left, limit, reset = (
+            _seconds(given.get(f"x-ratelimit-{name}"), -1.0)
+            for name in ("remaining", "limit", "reset")
+        )
+        if 0 <= left <= limit * self.reserve:
+            asked.append(reset - self.clock())
+        return min(max(asked), 3600.0)
 
     # --- who asked
 
@@ -3255,23 +3730,7 @@ class GitHub(ApiForge):
         return "ask" if self.settings.github_authority == "api" else "allowed"
 
     def ask(self, event: Event) -> bool:
-        """Whether the actor may write. A login that has since passed to another
-        account answers for that account, so its id must be the actor's."""
-        if event.repo is None or event.actor is None or not event.actor.login:
-            return False
-        what, login = "read a permission", _quoted(event.actor.login)
-        path = f"/repos/{event.repo}/collaborators/{login}/permission"
-        try:
-            token = self._token(event.repo)
-            found = self._call(what, _GitHubPermission, "GET", path, token)
-        except Rejected as error:
-            if error.status == 404:
-                return False
-            raise InfraError(error.message) from error
-        except Refused as error:
-            raise InfraError(error.message, error.fix) from error
-        same = found.user is None or str(found.user.id) == event.actor.id
-        return same and found.permission in ("admin", "write")
+        return self._holds(event, "admin", "write")
 
     def _who_we_are(self) -> str | None:
         what = "read our own account"
@@ -3394,20 +3853,8 @@ class GitHub(ApiForge):
         scheme, _, rest = root.partition("://")
         return f"{scheme}://{rest.partition('/')[0]}/{repo}.git"
 
-    def default_branch(self, repo: str) -> str:
-        what, path, token = "read the repository", f"/repos/{repo}", self._token(repo)
-        return self._call(what, _GitHubDefault, "GET", path, token).default_branch
-
-    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
-        """Post once: a comment of ours that holds the marker is the same one."""
-        path = f"/repos/{repo}/issues/{target.number}/comments"
-        token, own = self._token(repo), self.own_id()
-        for note in self._pages("read the comments", list[_GitHubNote], path, token):
-            ours = note.user is None or own is None or str(note.user.id) == own
-            if ours and marker in (note.body or ""):
-                return
-        said = text if marker in text else f"{text}\n\n{marker}"
-        self._call("comment", _GitHubNote, "POST", path, token, {"body": said})
+    def _notes(self, path: str, token: str) -> Iterable[_GitHubNote]:
+        return self._pages("read the comments", list[_GitHubNote], path, token)
 
     def find_request(self, repo: str, head: str) -> Request | None:
         """The open pull request of exactly this branch of this repository.
@@ -3429,24 +3876,336 @@ class GitHub(ApiForge):
                 return Request(row.number, row.html_url, row.title)
         return None
 
-    def open_request(
-        self, repo: str, head: str, base: str, title: str, body: str
-    ) -> Request:
-        what, path = "open the pull request", f"/repos/{repo}/pulls"
-        asked = {"title": title, "head": head, "base": base, "body": body}
-        try:
-            row = self._call(what, _GitHubPull, "POST", path, self._token(repo), asked)
-        except Rejected as error:
-            found = self.find_request(repo, head) if error.status == 422 else None
-            if found is None:
-                raise
-            return found
-        return Request(row.number, row.html_url, row.title)
 
-    def retitle_request(self, repo: str, number: int, title: str) -> None:
-        what, path = "retitle the pull request", f"/repos/{repo}/pulls/{number}"
-        asked = {"title": title}
-        self._call(what, _GitHubPull, "PATCH", path, self._token(repo), asked)
+class _ForgejoReview(msgspec.Struct):
+    type: Any = None
+    content: Any = None
+
+
+class _ForgejoChanges(msgspec.Struct):
+    """What Gitea says of a label change since 1.25; Forgejo says nothing."""
+
+    added_labels: _LabelRows = None
+    removed_labels: _LabelRows = None
+
+
+class _ForgejoDelivery(msgspec.Struct):
+    """Items, people and repositories have the shape of GitHub's."""
+
+    action: Any = None
+    issue: _GitHubItem | _Odd = None
+    pull_request: _GitHubItem | _Odd = None
+    is_pull: Any = None
+    comment: _GitHubItem | _Odd = None
+    review: _ForgejoReview | _Odd = None
+    changes: _ForgejoChanges | _Odd = None
+    repository: _GitHubRepository | _Odd = None
+    sender: _GitHubUser | _Odd = None
+
+
+class _ForgejoIssue(msgspec.Struct):
+    title: str
+    body: str | None = None
+
+
+class _ForgejoBranch(msgspec.Struct):
+    protected: bool
+    user_can_push: bool
+
+
+class _ForgejoMoment(msgspec.Struct):
+    """A row of an issue's timeline; `body` of a label's row is "1" when it came."""
+
+    type: str | int
+    created_at: str
+    body: str | None = None
+    label: _GitHubLabel | None = None
+
+
+class Forgejo(PullForge):
+    """Forgejo and Gitea, codeberg.org among them.
+
+    Facts: the sources of both (`services/webhook`, `services/convert`,
+    `routers/api/v1/repo`) and forgejo.org/docs, "Webhooks", "API usage".
+    """
+
+    kind: ForgeKind = "forgejo"
+    taken = 409
+    token_fix = "set FORGEJO_TOKEN; see the README"
+    outage_hint = (
+        "replay missed ones from the webhook's page, nothing does so by itself"
+    )
+    secret_field = "forgejo_webhook_secret"
+    event_header = "x-forgejo-event"
+    delivery_header = "x-forgejo-delivery"
+    api_headers = {
+        "Accept": "application/json",
+        "User-Agent": f"pidispatch/{__version__}",
+    }
+    #: `pull_request_comment` and its like are reviews; no rule can name them.
+    served = {
+        "issues": {
+            "label_updated": "label",
+            "opened": "label",
+            "reopened": "label",
+            "closed": "issue",
+        },
+        "issue_comment": {"created": "comment"},
+        "pull_request": dict.fromkeys(
+            ("label_updated", "opened", "synchronized", "reopened", "closed"),
+            "pull_request",
+        ),
+    }
+    #: Each signature that may stand in a delivery, and what stands before its hex.
+    signatures = (
+        ("x-forgejo-signature", ""),
+        ("x-gitea-signature", ""),
+        ("x-hub-signature-256", "sha256="),
+    )
+    #: Rows asked for at once: what a server gives at most, unless its operator
+    #: says otherwise (MAX_RESPONSE_ITEMS).
+    page = 50
+    #: Seconds between a label's row in the timeline and its issue's new time.
+    slack = 2.0
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        super().__init__(settings, session, clock)
+        self.url = settings.forgejo_url or ""
+        self.api = f"{self.url}/api/v1"
+
+    # --- a delivery
+
+    def signed(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The JSON, also of a form: the same JSON in another form is no other."""
+        return self.json_of(headers, body)
+
+    def verify(self, headers: Mapping[str, str], body: bytes) -> None:
+        """All signatures that are there must hold, one at least; empty ones, as
+        of a webhook without a secret, never do."""
+        try:
+            text = self.signed(headers, body)
+        except Malformed as error:
+            raise Unauthorized("forgejo: a form without what is signed") from error
+        keys = self.settings.forgejo_webhook_secret
+        held = [
+            headers[name].startswith(scheme)
+            and _mac_holds(keys, headers[name].removeprefix(scheme), text)
+            for name, scheme in self.signatures
+            if name in headers
+        ]
+        if not held or not all(held):
+            raise Unauthorized("forgejo: a signature does not hold")
+
+    def parse(self, headers: Mapping[str, str], body: bytes) -> Event:
+        """Gitea sends X-Gitea-* alone, Forgejo both with one value; the X-GitHub-*
+        that both send as well are nobody's here."""
+        name, delivery = (
+            headers.get(f"x-gitea-{word}", headers.get(f"x-forgejo-{word}", "")).strip()
+            for word in ("event", "delivery")
+        )
+        if not name or not delivery:
+            raise Malformed("X-Forgejo-Event and X-Forgejo-Delivery are required")
+        sent = _decode(_ForgejoDelivery, self.json_of(headers, body))
+        return self._event(name, delivery, sent)
+
+    def event_of(self, body: bytes) -> str | None:
+        sent = _decode(_ForgejoDelivery, body)
+        verdict = _str(_shaped(_ForgejoReview, sent.review).type)
+        names = {
+            verdict.replace("_review", ""): verdict,
+            "issue_comment": sent.comment and sent.issue,
+            "pull_request": sent.pull_request and not sent.comment,
+            "issues": sent.issue,
+        }
+        return next((name for name, there in names.items() if there), None)
+
+    def _event(self, name: str, delivery: str, sent: _ForgejoDelivery) -> Event:
+        item = _shaped(_GitHubItem, sent.issue or sent.pull_request)
+        comment = _shaped(_GitHubItem, sent.comment)
+        review = _shaped(_ForgejoReview, sent.review)
+        repository = _shaped(_GitHubRepository, sent.repository)
+        repo, target = _owner_and_name(repository.full_name), self._target(sent, item)
+        action = _str(sent.action) or None
+        kind = self.served.get(name, {}).get(action or "")
+        if name == "issues" and target and target.type == "pull_request":
+            kind = None
+        added = _forgejo_added(sent.changes) if action == "label_updated" else None
+        present = item.labels if isinstance(item.labels, list) else None
+        # `label_cleared` still lists what it cleared
+        listed = () if action == "label_cleared" else _label_names(*(present or ()))
+        labels = tuple(dict.fromkeys((*listed, *(added or ()))))
+        request = sent.pull_request if target and sent.pull_request else item
+        sha = _str(_shaped(_GitHubHead, _shaped(_GitHubItem, request).head).sha)
+        known = present is not None and repo is not None and target is not None
+        return Event(
+            forge="forgejo",
+            delivery=delivery,
+            name=name,
+            kind=cast(Any, kind),
+            action=action,
+            repo=repo,
+            repo_id=_id(repository.id),
+            target=target,
+            actor=_actor(sent.sender),
+            author=_actor(comment.user if sent.comment else item.user),
+            labels=labels,
+            added=added,
+            comment=_str(comment.body) if sent.comment else None,
+            comment_id=_id(comment.id),
+            review=_str(review.content) if sent.review else None,
+            head=sha if _SHA.fullmatch(sha) else None,
+            when=_time(item.updated_at),
+            fault=self._fault(name, kind, repo, target),
+            remember=labels if known else None,
+        )
+
+    @staticmethod
+    def _target(sent: _ForgejoDelivery, item: _GitHubItem) -> Target | None:
+        """`is_pull` is younger than many servers; `pull_request` of an issue is
+        always there, and null for an issue."""
+        number = _number(item.number)
+        if number is None:
+            return None
+        marked = sent.is_pull is True or item.pull_request is not None
+        kind: TargetType = "pull_request" if marked or not sent.issue else "issue"
+        return Target(kind, number, _str(item.title), _str(item.body))
+
+    def complete(self, event: Event) -> Event:
+        """What the event added, by the issue's timeline. Where that does not tell,
+        nothing is known to have been there before: the whole set counts."""
+        try:
+            added = self._added(event)
+        except (InfraError, Rejected, Refused) as error:
+            log_event("label-history-unknown", logging.WARNING, error=error)
+            added = None
+        return msgspec.structs.replace(event, added=added, incomplete=False)
+
+    def _added(self, event: Event) -> tuple[str, ...] | None:
+        """The labels put on at the event's time; None when none came or went then."""
+        assert event.repo and event.target
+        path = f"/repos/{event.repo}/issues/{event.target.number}/timeline"
+        since = {}
+        if event.when is not None:
+            moment = time.gmtime(event.when - self.slack)
+            since["since"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", moment)
+        what, answer = "read the timeline", list[_ForgejoMoment | None]
+        rows = self._rows(what, answer, path, event.repo, **since)
+        moments = [
+            (_time(row.created_at) or 0.0, _str(row.label.name), row.body == "1")
+            for row in rows
+            if row and row.label and row.type in ("label", 7)
+        ]
+        at = event.when or max((when for when, _, _ in moments), default=0.0)
+        near = [moment for moment in moments if abs(moment[0] - at) <= self.slack]
+        came = {name for _, name, added in near if added}
+        return tuple(n for n in event.labels if n in came) if near else None
+
+    # --- who asked
+
+    def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
+        """No payload tells: its `permissions` are sometimes another person's."""
+        return "ask"
+
+    def ask(self, event: Event) -> bool:
+        """Only an administrator of the repository may ask for others."""
+        return self._holds(event, "owner", "admin", "write")
+
+    def _who_we_are(self) -> str | None:
+        """FORGEJO_BOT_ID spares the token a scope, and not the look whether it holds:
+        the server refuses a bad one also where none is needed."""
+        try:
+            token = self._token("")
+        except Refused:
+            return None
+        given, what = self.settings.forgejo_bot_id, "read our own account"
+        if given is not None:
+            self._call(what, dict[str, Any], "GET", "/version", token)
+            return str(given)
+        return str(self._call(what, _GitHubAccount, "GET", "/user", token).id)
+
+    # --- credentials
+
+    def credential(self, repo: str) -> Credential:
+        """Git takes a token as the password of anybody."""
+        return Credential("oauth2", self._token(repo))
+
+    def _token(self, repo: str) -> str:
+        if self.settings.forgejo_token is None:
+            raise _no_token("Forgejo has no token", "set FORGEJO_TOKEN")
+        return self.settings.forgejo_token
+
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """Server and token by the names that tea, Gitea's own tools and forgejo-cli
+        know. The token is the operator's own: there is no other."""
+        token = self._token(repo)
+        return {
+            "GITEA_SERVER_URL": self.url,
+            "GITEA_SERVER_TOKEN": token,
+            "FORGEJO_URL": self.url,
+            "FORGEJO_TOKEN": token,
+        }
+
+    # --- the repository and its requests
+
+    def _rows(
+        self, what: str, answer: type[list[T]], path: str, repo: str, **params: str
+    ) -> Iterator[T]:
+        """Page by page until one is empty, for a server may give fewer than asked;
+        one that gives the same page again knows no pages."""
+        before: list[T] = []
+        for page in itertools.count(1):
+            asked: dict[str, Any] = {**params, "limit": self.page, "page": page}
+            rows = self._call(what, answer, "GET", path, self._token(repo), **asked)
+            if not rows or rows == before:
+                return
+            yield from rows
+            before = rows
+
+    def clone_url(self, repo: str) -> str:
+        return f"{self.url}/{repo}.git"
+
+    def item(self, repo: str, target: Target) -> Target:
+        """Title and body as they are now; a request is an issue as well."""
+        what, path = "read the issue", f"/repos/{repo}/issues/{target.number}"
+        row = self._call(what, _ForgejoIssue, "GET", path, self._token(repo))
+        return Target(target.type, target.number, row.title, row.body or "")
+
+    def protected(self, repo: str, branch: str) -> bool:
+        """Whether a rule covers the branch, by its name or a pattern, and keeps our
+        account from pushing. The server applies its own patterns."""
+        from urllib.parse import quote
+
+        path = f"/repos/{repo}/branches/{quote(branch)}"
+        try:
+            what, token = "read the protection", self._token(repo)
+            row = self._call(what, _ForgejoBranch, "GET", path, token)
+        except Rejected as error:
+            raise InfraError(error.message, "may the token read the branch?") from error
+        return row.protected and not row.user_can_push
+
+    def _notes(self, path: str, token: str) -> Iterable[_GitHubNote]:
+        """All at once: this list knows no pages."""
+        what = "read the comments"
+        return self._call(what, list[_GitHubNote], "GET", path, token)
+
+    def find_request(self, repo: str, head: str) -> Request | None:
+        """The open pull request of exactly this branch of this repository; the
+        list has no filter for it."""
+        what, path = "look for the pull request", f"/repos/{repo}/pulls"
+        for row in self._rows(what, list[_GitHubPull], path, repo, state="open"):
+            if row.head and row.head.ref == head and _same_repo(row.head.repo, repo):
+                return Request(row.number, row.html_url, row.title)
+        return None
+
+
+def _forgejo_added(changes: object) -> tuple[str, ...] | None:
+    """The labels that a change names as added; None when it names none at all."""
+    told = _shaped(_ForgejoChanges, changes)
+    lists = (told.added_labels, told.removed_labels)
+    added, removed = (row if isinstance(row, list) else [] for row in lists)
+    return _label_names(*added) if added or removed else None
 
 
 def _quoted(segment: str) -> str:
@@ -3942,7 +4701,7 @@ class GitLab(ApiForge):
         for row in rows:
             home = row.source_project_id == row.target_project_id
             if row.source_branch == head and home and row.target_project_id:
-                return self._request(row)
+                return self._as_request(row)
         return None
 
     def open_request(
@@ -3958,10 +4717,10 @@ class GitLab(ApiForge):
             if found is None:
                 raise
             return found
-        return self._request(row)
+        return self._as_request(row)
 
     @staticmethod
-    def _request(row: _GitLabRequest) -> Request:
+    def _as_request(row: _GitLabRequest) -> Request:
         """Without the title's draft prefix: that is a state, and not ours to end."""
         return Request(row.iid, row.web_url, _DRAFT.sub("", row.title, count=1))
 
@@ -3980,7 +4739,36 @@ def _header_bytes(text: str) -> bytes:
     return text.encode("latin-1", "backslashreplace")
 
 
-_FORGE_CLASSES: dict[str, type[ApiForge]] = {"github": GitHub, "gitlab": GitLab}
+_FORGE_CLASSES: dict[str, type[ApiForge]] = {
+    made.kind: made for made in (GitHub, GitLab, Forgejo)
+}
+
+
+class Polled(NamedTuple):
+    """A repository that is asked what happened."""
+
+    kind: str
+    repo: str
+
+
+def polled_of(settings: Settings) -> tuple[Polled, ...]:
+    """The repositories of POLL_REPOS; `kind:` may stand before one. Raises Faults."""
+    able = [kind for kind, forge in _FORGE_CLASSES.items() if forge.streams]
+    found, faults = [], []
+    for name in settings.poll_repos:
+        prefix, _, repo = name.rpartition(":")
+        kind = prefix or able[0]
+        forge = _FORGE_CLASSES.get(kind)
+        if forge is None or not forge.streams:
+            why = forge.unpolled if forge else ApiForge.unpolled
+            faults.append(f"{name}: {kind} cannot be polled: {why}")
+        elif _owner_and_name(repo) is None:
+            faults.append(f"{name}: {json.dumps(repo)} is not owner/name")
+        found.append(Polled(kind, repo))
+    if faults:
+        fix = f"name repositories of {', '.join(able)}, each as owner/name"
+        raise Faults("POLL_REPOS", faults, fix)
+    return tuple(found)
 
 
 def forges_of(
@@ -3988,14 +4776,18 @@ def forges_of(
     session: requests.Session | None = None,
     clock: Clock = time.time,
 ) -> dict[str, Forge]:
-    """The served forges: those with a webhook secret. Unset never means no check."""
+    """The served forges: those with a webhook secret, or a repository to poll.
+
+    An unset secret never means no check: without one no delivery is taken.
+    """
     import requests
 
     session = session or requests.Session()
+    polled = {repo.kind for repo in polled_of(settings)}
     return {
         kind: forge(settings, session, clock)
         for kind, forge in _FORGE_CLASSES.items()
-        if forge.secrets(settings)
+        if forge.secrets(settings) or kind in polled
     }
 
 
@@ -4055,6 +4847,14 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     received: float
 
     @property
+    def target(self) -> str:
+        """`owner/repo#7`; the event must have a repository and a number."""
+        event = self.event
+        assert event.repo and event.target
+        kind, number = event.target.type, event.target.number
+        return target_name(event.forge, event.repo, kind, number)
+
+    @property
     def when(self) -> float:
         """The event's own time; arrival when it has none or lies in the future."""
         own = self.event.when
@@ -4066,6 +4866,15 @@ class Admission(NamedTuple):
 
     status: Literal["queued", "duplicate", "coalesced", "rate-limited"]
     jobs: tuple[str, ...] = ()
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """How far a polled stream is known. `seen` are ids of what happened since just
+    before `at`, with their times; `asked` is when it was last looked at. Seconds."""
+
+    at: float
+    seen: dict[str, float]
+    asked: float
 
 
 class Cap(msgspec.Struct, frozen=True, kw_only=True):
@@ -4178,6 +4987,22 @@ class Claimed(msgspec.Struct, frozen=True):
     deferrals: int = 0
 
 
+class SessionNote(msgspec.Struct, frozen=True):
+    """Whether a run continued an earlier one, and if not, why (SESSION_REASONS)."""
+
+    resumed: bool
+    reason: str | None = None
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """How a resumed rule's run began, under which pi; `seen` tells the stored file
+    from another."""
+
+    note: SessionNote
+    seen: str
+    pi: str
+
+
 class Workspace(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the host knows of a job's workspace, kept for its publishing."""
 
@@ -4185,6 +5010,7 @@ class Workspace(msgspec.Struct, frozen=True, omit_defaults=True):
     default_branch: str
     lease: str | None = None
     request_sha: str | None = None
+    lineage: Lineage | None = None
 
 
 class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -4214,11 +5040,6 @@ class Forks(msgspec.Struct, frozen=True):
     count: int = 0
     tokens: int = 0
     cost: float | None = None
-
-
-class SessionNote(msgspec.Struct, frozen=True):
-    resumed: bool
-    reason: str | None = None
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -4312,9 +5133,20 @@ CREATE TABLE poll_cursors (
 ) STRICT;
 """
 
+#: Comments on targets whose deliveries were dropped, one for each hour; and windows
+#: that a refused job left, which hold for its own event alone.
+_SCHEMA_LIMITED = """
+CREATE TABLE limited (
+    set_id TEXT PRIMARY KEY, kind TEXT NOT NULL, target TEXT NOT NULL, at REAL NOT NULL,
+    payload TEXT, tries INTEGER NOT NULL DEFAULT 0, not_before REAL NOT NULL DEFAULT 0
+) STRICT;
+CREATE INDEX limited_target ON limited (target, at);
+ALTER TABLE windows ADD COLUMN freed INTEGER NOT NULL DEFAULT 0;
+"""
+
 #: Where a job works (`Job.place`), for the scopes of limits.json: `ledger.scope`
 #: was there and empty, a queued job needs it to be held back.
-_SCHEMA_2 = """
+_SCHEMA_CAPS = """
 ALTER TABLE jobs ADD COLUMN scope TEXT;
 UPDATE jobs SET scope = json_extract(payload, '$.kind') || ':'
     || lower(json_extract(payload, '$.repo'));
@@ -4325,7 +5157,8 @@ UPDATE ledger SET scope = (SELECT scope FROM jobs WHERE jobs.id = ledger.job_id)
 #: another one was written by a newer pidispatch and is left alone.
 _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("001-first", _SCHEMA_1),
-    ("002-caps", _SCHEMA_2),
+    ("002-caps", _SCHEMA_CAPS),
+    ("002-limited", _SCHEMA_LIMITED),
 )
 
 
@@ -4400,6 +5233,14 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     request: Request | None
 
 
+class PollState(msgspec.Struct, frozen=True):
+    """A polled repository: when it was last asked, and what went wrong then."""
+
+    repo: str
+    at: float
+    trouble: str | None
+
+
 class Hold(msgspec.Struct, frozen=True):
     """A scope in which nothing starts now, and the jobs that wait for it.
 
@@ -4431,6 +5272,7 @@ class Status(msgspec.Struct, frozen=True):
     limits_problem: str | None
     meters: list[Meter]
     holds: list[Hold]
+    polls: tuple[PollState, ...] = ()
 
 
 class Reader:
@@ -4551,6 +5393,14 @@ class Reader:
         rows = self._rows(sql, job.kind, job.title, job.replica)
         return frozenset(row[0] for row in rows)
 
+    def labels_before(self, delivery: Delivery) -> tuple[frozenset[str], float] | None:
+        """The digests of the labels that its item had, and when; None: not known."""
+        sql = "SELECT labels, seen_at FROM label_memory WHERE kind = ? AND target = ?"
+        rows = self._rows(sql, delivery.event.forge, delivery.target)
+        if not rows:
+            return None
+        return frozenset(json.loads(rows[0]["labels"])), rows[0]["seen_at"]
+
     def limits(self) -> Limits:
         """What the worker has of limits.json, also after a bad edit."""
         kept = self.flag("limits")
@@ -4586,6 +5436,15 @@ class Reader:
             limits_problem=self.flag("limits-problem"),
             meters=meters,
             holds=self._ask(lambda db: _holds_of(db, caps.limits, now)),
+            polls=self.polls(),
+        )
+
+    def polls(self) -> tuple[PollState, ...]:
+        sql = """SELECT substr(name, 6) AS repo, value, at FROM flags
+                 WHERE name LIKE 'poll:%' ORDER BY name"""
+        return tuple(
+            PollState(row["repo"], row["at"], row["value"] or None)
+            for row in self._rows(sql)
         )
 
 
@@ -4786,8 +5645,14 @@ class Store(Controls):
         return admission
 
     def park(self, delivery: Delivery, match: Match) -> bool:
-        """Keep a delivery until it is known who asked; False for a duplicate."""
-        pending = msgspec.json.encode((delivery, match)).decode()
+        """Keep a delivery until it is known who asked; False for a duplicate.
+
+        Its labels are remembered now, not when it is admitted: by then they may
+        be others.
+        """
+        event = msgspec.structs.replace(delivery.event, remember=None)
+        waiting = msgspec.structs.replace(delivery, event=event)
+        pending = msgspec.json.encode((waiting, match)).decode()
         return self._write(lambda db: _park(db, delivery, pending))
 
     def due_pending(self, now: float) -> list[tuple[Delivery, Match, int]]:
@@ -4818,8 +5683,17 @@ class Store(Controls):
         self._write(do)
 
     def count(self, word: str) -> None:
-        """Add one to a counter; the only trace that a dropped delivery leaves."""
+        """Add one to a counter."""
         self._write(lambda db: _count(db, word))
+
+    def drop(self, delivery: Delivery, reason: str) -> None:
+        """Count a dropped delivery, its only trace beside the labels it told of."""
+
+        def do(db: sqlite3.Connection) -> None:
+            _remember(db, delivery)
+            _count(db, reason)
+
+        self._write(do)
 
     def set_base(self, set_id: str, base: str, request: str | None) -> Workspace | None:
         """The set's commits: the first caller's stand, every later one gets them.
@@ -4932,7 +5806,8 @@ class Store(Controls):
         now = self.clock()
 
         def do(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM windows WHERE job_id = ?", (claimed.job.id,))
+            sql = "UPDATE windows SET freed = 1 WHERE job_id = ?"
+            db.execute(sql, (claimed.job.id,))
             _unbook(db, claimed)
             _finish(db, claimed, record, notice, now)
 
@@ -4969,6 +5844,30 @@ class Store(Controls):
         """The job is told: keep the request's link."""
         self._write(lambda db: _published(db, job, request, reason))
 
+    def work_of(self, job: str) -> Workspace | None:
+        """What the host keeps of an unfinished job's workspace, once prepared."""
+        rows = self._rows("SELECT work FROM jobs WHERE id = ? AND work <> ''", job)
+        if not rows:
+            return None
+        return msgspec.json.decode(rows[0]["work"], type=Workspace)
+
+    def due_limited(self) -> list[tuple[Job, int]]:
+        """Dropped deliveries to comment on, each as its first job, and tries so far."""
+        sql = """SELECT payload, tries FROM limited WHERE payload IS NOT NULL
+                 AND not_before <= ? ORDER BY at LIMIT 20"""
+        return [
+            (msgspec.json.decode(row["payload"], type=Job), row["tries"])
+            for row in self._rows(sql, self.clock())
+        ]
+
+    def postpone_limited(self, set_id: str, until: float) -> None:
+        sql = "UPDATE limited SET not_before = ?, tries = tries + 1 WHERE set_id = ?"
+        self._write(lambda db: db.execute(sql, (until, set_id)))
+
+    def limited_told(self, set_id: str) -> None:
+        sql = "UPDATE limited SET payload = NULL WHERE set_id = ?"
+        self._write(lambda db: db.execute(sql, (set_id,)))
+
     def cancelled(self, job: str) -> bool:
         return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
 
@@ -4989,7 +5888,7 @@ class Store(Controls):
             _unbook(db, claimed)
             sql = """UPDATE jobs SET state = 'claimed', attempt = attempt - 1,
                      started_at = NULL
-                     WHERE id = ? AND claim = ? AND state = 'starting'"""
+                     WHERE id = ? AND claim = ? AND state IN ('starting', 'running')"""
             _one(db, sql, (claimed.job.id, claimed.claim))
 
         self._write(do)
@@ -5007,6 +5906,28 @@ class Store(Controls):
 
     def _fenced(self, sql: str, values: tuple[Any, ...]) -> None:
         self._write(lambda db: _one(db, sql, values))
+
+    # -- polling ---------------------------------------------------------------
+
+    def cursor(self, repo: str, stream: str) -> tuple[Cursor | None, str | None]:
+        """How far the stream is known, and the list's ETag then."""
+        sql = "SELECT cursor, etag FROM poll_cursors WHERE repo = ? AND stream = ?"
+        rows = self._rows(sql, repo, stream)
+        if not rows:
+            return None, None
+        return msgspec.json.decode(rows[0]["cursor"], type=Cursor), rows[0]["etag"]
+
+    def keep_cursor(
+        self, repo: str, stream: str, cursor: Cursor, etag: str | None
+    ) -> None:
+        text = msgspec.json.encode(cursor).decode()
+        sql = "INSERT OR REPLACE INTO poll_cursors VALUES (?, ?, ?, ?)"
+        self._write(lambda db: db.execute(sql, (repo, stream, text, etag)))
+
+    def forget_polls(self) -> None:
+        """Leave no word of repositories that are not polled any more."""
+        sql = "DELETE FROM flags WHERE name LIKE 'poll:%'"
+        self._write(lambda db: db.execute(sql))
 
     # -- flags and retention --------------------------------------------------
 
@@ -5112,6 +6033,7 @@ def _count(db: sqlite3.Connection, word: str) -> None:
 def _admit(
     db: sqlite3.Connection, delivery: Delivery, jobs: Sequence[Job], hourly: int
 ) -> Admission:
+    _remember(db, delivery)
     admission = _judged(db, delivery, jobs, hourly)
     _count(db, admission.status)
     return admission
@@ -5125,7 +6047,8 @@ def _judged(
     if any(_window_holds(db, job, delivery.when) for job in jobs):
         return Admission("coalesced")
     target = jobs[0].title
-    if hourly and _recent(db, target, delivery.received) >= hourly:
+    if hourly and _recent(db, jobs[0], delivery.received) >= hourly:
+        _put_limited(db, jobs[0], delivery.received)
         return Admission("rate-limited")
     _put_delivery(db, delivery, target, "admitted", None)
     for job in jobs:
@@ -5144,19 +6067,32 @@ def _known(db: sqlite3.Connection, delivery: Delivery) -> bool:
 def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
     """Whether an admitted event of this key lies within ten minutes of `when`.
 
-    Both ways, because a late poll or redelivery brings an older event's time.
+    Both ways, because a late poll or redelivery brings an older event's time. A
+    window that a refused job freed holds for that very event still: it comes again
+    when a webhook brought it and a poll finds it, or the other way round.
     """
-    sql = """SELECT 1 FROM windows WHERE kind = ? AND key = ?
-             AND opened_at > ? AND opened_at < ?"""
-    span = (when - WINDOW_SECONDS, when + WINDOW_SECONDS)
-    return db.execute(sql, (job.kind, job.dedup, *span)).fetchone() is not None
+    sql = """SELECT 1 FROM windows WHERE kind = ?1 AND key = ?2
+             AND opened_at > ?3 - ?4 AND opened_at < ?3 + ?4 AND (NOT freed OR
+             (abs(opened_at - ?3) <= 2 AND (instr(job_id, ?5) > 0) <> ?6))"""
+    polled = job.trigger.delivery.startswith(POLLED)
+    values = (job.kind, job.dedup, when, WINDOW_SECONDS, f"-{POLLED}", polled)
+    return db.execute(sql, values).fetchone() is not None
 
 
-def _recent(db: sqlite3.Connection, target: str, now: float) -> int:
-    sql = """SELECT count(*) FROM deliveries WHERE target = ? AND received_at > ?
-             AND state = 'admitted'"""
-    n: int = db.execute(sql, (target, now - 3600)).fetchone()[0]
+def _recent(db: sqlite3.Connection, job: Job, now: float) -> int:
+    sql = """SELECT count(*) FROM deliveries WHERE target = ? AND kind = ?
+             AND received_at > ? AND state = 'admitted'"""
+    n: int = db.execute(sql, (job.title, job.kind, now - 3600)).fetchone()[0]
     return n
+
+
+def _put_limited(db: sqlite3.Connection, job: Job, now: float) -> None:
+    """Say on the target that it is limited, unless that was said within the hour."""
+    sql = """INSERT OR IGNORE INTO limited (set_id, kind, target, at, payload)
+             SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (SELECT 1 FROM limited
+             WHERE target = ?3 AND kind = ?2 AND at > ?4 - 3600)"""
+    payload = msgspec.json.encode(job.without_text()).decode()
+    db.execute(sql, (job.set, job.kind, job.title, now, payload))
 
 
 def _put_delivery(
@@ -5201,13 +6137,22 @@ def _park(db: sqlite3.Connection, delivery: Delivery, pending: str) -> bool:
     values = (delivery.event.forge, delivery.id, delivery.body_sha)
     if db.execute(sql, values).fetchone():
         return False
-    event = delivery.event
-    assert event.repo and event.target
-    target = target_name(
-        event.forge, event.repo, event.target.type, event.target.number
-    )
-    _put_delivery(db, delivery, target, "pending", pending)
+    _remember(db, delivery)
+    _put_delivery(db, delivery, delivery.target, "pending", pending)
     return True
+
+
+def _remember(db: sqlite3.Connection, delivery: Delivery) -> None:
+    """Keep what labels the item has, unless a newer event has told."""
+    if delivery.event.remember is None:
+        return
+    sql = """INSERT INTO label_memory (kind, target, labels, seen_at)
+             VALUES (?, ?, ?, ?) ON CONFLICT (kind, target) DO UPDATE
+             SET labels = excluded.labels, seen_at = excluded.seen_at
+             WHERE excluded.seen_at >= label_memory.seen_at"""
+    labels = json.dumps([label_digest(name) for name in delivery.event.remember])
+    values = (delivery.event.forge, delivery.target, labels, delivery.when)
+    db.execute(sql, values)
 
 
 #: A cancelled job is taken at once, to be recorded, though nothing else starts.
@@ -5439,8 +6384,10 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
+    db.execute("DELETE FROM limited WHERE at < ?", (before,))
     # a month of 31 days may have an hour more, and its cap counts all of it
     db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before - DAY,))
+    db.execute("DELETE FROM label_memory WHERE seen_at < ?", (before,))
     db.execute(
         """DELETE FROM deliveries WHERE state = 'admitted' AND received_at < ?
            AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.set_id = deliveries.id)""",
@@ -5494,8 +6441,18 @@ def hard_rules() -> str:
 
 def prompt_text(job: Job, publish: str) -> str:
     """The user turn of a job; forge text stands only in the data region below."""
+    return _prompt("prompt.md.j2", job, publish)
+
+
+def resumed_prompt(job: Job, publish: str) -> str:
+    """The user turn that continues an earlier run's conversation: short, and enough
+    to go by where that conversation does not tell."""
+    return _prompt("prompt-resumed.md.j2", job, publish)
+
+
+def _prompt(template: str, job: Job, publish: str) -> str:
     return render(
-        "prompt.md.j2",
+        template,
         job=job,
         forge=FORGES[job.kind],
         publish=publish,
@@ -5557,6 +6514,8 @@ GATE_MEMORY = "256m"
 STOP_GRACE_SECONDS = 10
 BUNDLE_MAX_BYTES = 256 * 1024 * 1024
 TEXT_MAX_BYTES = 64 * 1024
+SESSION_MAX_BYTES = 8 * 1024 * 1024
+TRANSCRIPT_FILE = "session.jsonl"
 LOG_MAX_BYTES = 5 * 1024 * 1024
 _SUBNET_BITS = 28
 
@@ -5650,6 +6609,8 @@ class Box(Protocol):
 
     def collect(self, into: Path) -> BoxExit: ...
 
+    def transcript(self) -> bytes | None: ...
+
     def log(self) -> bytes: ...
 
     def remove(self) -> None: ...
@@ -5699,16 +6660,19 @@ def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
 
 def _tokens_of(totals: Sequence[Mapping[str, Any]]) -> Tokens:
     counts = ("input", "output", "cacheRead", "cacheWrite", "total")
-    costs = [life["cost"] for life in totals if life.get("cost") is not None]
-    cost = sum(costs) if len(costs) == len(totals) else None
-    return Tokens(
-        **{name: sum(it[name] for it in totals) for name in counts}, cost=cost
-    )
+    sums = {name: sum(it[name] for it in totals) for name in counts}
+    return Tokens(**sums, cost=_cost_of(totals))
 
 
 def _forks_of(rows: Sequence[Mapping[str, Any]]) -> Forks:
-    costs = [row["cost"] for row in rows if row.get("cost") is not None]
-    return Forks(len(rows), sum(row["total"] for row in rows), sum(costs) or None)
+    return Forks(len(rows), sum(row["total"] for row in rows), _cost_of(rows))
+
+
+def _cost_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The sum, None when any of it had no price: never too low."""
+    costs = [row.get("cost") for row in rows]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if known and len(known) == len(costs) else None
 
 
 def result_of(lines: Sequence[str]) -> Result | None:
@@ -6335,6 +7299,14 @@ class DockerBox:
             "review_request": texts["review-request"],
             "comment": texts["comment"],
         }
+
+    def transcript(self) -> bytes | None:
+        """The session as the runner left it; None without one that can be read."""
+        with engine_answers():
+            try:
+                return self._read(TRANSCRIPT_FILE, SESSION_MAX_BYTES)
+            except Refused:
+                return None
 
     def _read(self, name: str, limit: int) -> bytes | None:
         return self.engine.read_file(self.name, f"/outbox/{name}", limit)
@@ -7498,13 +8470,18 @@ DEFERRALS_MAX = 5 + int((DAY - 900) // DEFER_MAX_SECONDS)
 PUBLISH_WAIT_MAX = 900
 AGENT_DIR = "/home/pi/.pi/agent"
 JOB_FILE_VERSION = 1
+SESSION_AGE_MAX = 14 * DAY
 
 
 class Verdict(NamedTuple):
     """What an ended box means for its job."""
 
-    outcome: Literal["completed", "policy", "failed", "retry"]
+    outcome: Literal["completed", "policy", "failed", "retry", "unstarted"]
     reason: str | None
+
+
+#: The codes of an engine, or of its init, that found nothing to run.
+NEVER_STARTED = (125, 126, 127)
 
 
 def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
@@ -7530,6 +8507,8 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
         return Verdict("completed", None) if done else Verdict("failed", "no-result")
     if ended.code == 1:
         return Verdict("retry", "infra")
+    if ended.code in NEVER_STARTED and ended.result is None and ended.tokens is None:
+        return Verdict("unstarted", None)  # else the agent ran, and ended like that
     if ended.code == 2:
         reason = ended.result.reason if ended.result else None
         known = reason if reason in POLICY_REASONS else "runner-policy"
@@ -7554,6 +8533,8 @@ class Attempt(msgspec.Struct):
     box: Box | None = None
     prepared: Prepared | None = None
     skill: Mapping[str, bytes] = msgspec.field(default_factory=dict)
+    lineage: Lineage | None = None
+    transcript: bytes = b""
     started_at: float | None = None
     left: int | None = None
 
@@ -7578,6 +8559,12 @@ class Attempt(msgspec.Struct):
     @property
     def publish(self) -> str:
         return self.job.run.publish or self.settings.publish
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What the box was told and nobody else may read."""
+        forge = self.remote.credential.password if self.remote else ""
+        return tuple(filter(None, (self.token, forge)))
 
 
 def gate_url(base_url: str) -> str:
@@ -7627,7 +8614,7 @@ def gate_line(attempt: Attempt) -> bytes:
         row = known_model(provider, attempt.catalogue, model) or {}
         providers.setdefault(kind, _gate_provider(provider, row, settings.keys[kind]))
         if row.get("cost"):
-            prices[name] = row["cost"]
+            prices[name] = dict.fromkeys(_PRICES, 0) | row["cost"]
     line = {
         "token": attempt.token,
         "providers": providers,
@@ -7639,6 +8626,10 @@ def gate_line(attempt: Attempt) -> bytes:
         "spent": 0,
     }
     return json.dumps(line).encode()
+
+
+#: Kinds of tokens that have a price; pi takes one that a model leaves out as 0.
+_PRICES = ("input", "output", "cacheRead", "cacheWrite")
 
 
 def _gate_provider(
@@ -7711,7 +8702,7 @@ def job_file(attempt: Attempt, deadline: float) -> bytes:
             "forkJoin": run.forkJoin is not False
             and "forkJoin" in attempt.image.capabilities,
             "publish": attempt.publish,
-            "session": None,
+            "session": _session_word(attempt.lineage),
             "git": {"name": "pidispatch", "email": "pidispatch@localhost"},
         },
         indent=1,
@@ -7722,16 +8713,228 @@ def box_inputs(attempt: Attempt, deadline: float) -> dict[str, bytes | Path]:
     """Everything that goes into /job."""
     job, prepared = attempt.job, attempt.prepared
     assert prepared
+    prompt = resumed_prompt if attempt.transcript else prompt_text
     inputs: dict[str, bytes | Path] = {
         "job.json": job_file(attempt, deadline),
-        "prompt.md": prompt_text(job, attempt.publish).encode(),
+        "prompt.md": prompt(job, attempt.publish).encode(),
         "event.json": event_json(job),
         "base.pack": prepared.pack,
         "shallow": prepared.shallow,
     }
     for name, content in attempt.skill.items():
         inputs[f"skill/{job.flow}/{name}"] = content
+    if attempt.transcript:
+        inputs[TRANSCRIPT_FILE] = attempt.transcript
     return inputs
+
+
+def _session_word(lineage: Lineage | None) -> str | None:
+    """What the runner does: keep no session, begin one, continue the one it gets."""
+    if lineage is None:
+        return None
+    return "resumed" if lineage.note.resumed else "new"
+
+
+# -- sessions ------------------------------------------------------------------
+#
+# The transcript of a rule with `resume`, one file a lineage. It comes from a box,
+# so it is data of an agent that may have been talked into anything: a bounded
+# regular file, of which only the conversation is kept.
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """Ours, in the first line of a kept transcript: by what and when it was kept."""
+
+    pi: str
+    publish: str
+    saved: float
+
+
+class Unreadable(Exception):
+    """Not a transcript of pi's, or none that may be continued."""
+
+
+#: Whose words of a transcript are kept. A system message is not among them: pi
+#: would send it on, and what an injected run wrote would stand above the rules.
+_ROLES = ("user", "assistant", "toolResult")
+#: Of a compaction, all but the system message that pi also puts there.
+_COMPACTION = (
+    *("type", "id", "parentId", "timestamp"),
+    *("summary", "firstKeptEntryId", "tokensBefore"),
+)
+
+
+def clean_transcript(content: bytes, stamp: Stamp) -> bytes:
+    """The conversation of a session file, under a header of ours, and nothing else.
+
+    System messages, tool loadouts, models, settings and other extensions' entries
+    are left out; pi adds its own for the run at hand. Raises `Unreadable`.
+    """
+    entries = [_session_line(line) for line in content.split(b"\n") if line.strip()]
+    if not entries or entries[0].get("type") != "session":
+        raise Unreadable("no header")
+    kept = list(_conversation(entries[1:]))
+    if not kept:
+        raise Unreadable("no conversation")
+    head = _session_head(entries[0])
+    head["pidispatch"] = msgspec.to_builtins(stamp)
+    lines = (json.dumps(it, separators=(",", ":")) for it in (head, *kept))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _session_line(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise Unreadable("a line is not JSON") from None
+    if not isinstance(found, dict):
+        raise Unreadable("a line is not an object")
+    return found
+
+
+def _session_head(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Pi works where the header says, so the folder is ours to say."""
+    name = found.get("id")
+    if found.get("version") != 3 or not isinstance(name, str):
+        raise Unreadable("another format")
+    if not re.fullmatch(r"[0-9A-Za-z-]{1,64}", name):
+        raise Unreadable("an odd id")
+    time_ = str(found.get("timestamp"))[:40]
+    head = {"type": "session", "version": 3, "id": name, "timestamp": time_}
+    return {**head, "cwd": "/workspace"}
+
+
+def _conversation(entries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The entries that are kept, each hung where its nearest kept ancestor is."""
+    up: dict[str, str | None] = {}  # of each entry, the kept one that stands for it
+
+    def stand_in(name: object) -> str | None:
+        return up.get(name) if isinstance(name, str) else None
+
+    for entry in entries:
+        name, parent = entry.get("id"), stand_in(entry.get("parentId"))
+        if not isinstance(name, str) or name in up:
+            raise Unreadable("an entry without an id of its own")
+        kept = _kept_entry(entry)
+        up[name] = parent if kept is None else name
+        if kept is None:
+            continue
+        if "firstKeptEntryId" in kept:
+            kept["firstKeptEntryId"] = stand_in(kept["firstKeptEntryId"]) or name
+        yield {**kept, "parentId": parent}
+
+
+def _kept_entry(entry: dict[str, Any]) -> dict[str, Any] | None:
+    if entry.get("type") == "compaction":
+        return {key: entry[key] for key in _COMPACTION if key in entry}
+    message = entry.get("message")
+    if entry.get("type") != "message" or not isinstance(message, dict):
+        return None
+    spoken = isinstance(message.get("content"), str | list)
+    return entry if spoken and message.get("role") in _ROLES else None
+
+
+def session_ref(job: Job) -> str:
+    """What a lineage is about: the issue's branch or the request, never a replica."""
+    number = job.target.number
+    if job.target.type == "issue":
+        return branch_name(number)
+    return request_ref(job) or f"request/{number}"
+
+
+class Lineages(msgspec.Struct, frozen=True):
+    """PI_SESSIONS_DIR: `<key>/current.jsonl`, read before a run, replaced after it."""
+
+    root: Path
+
+    def folder(self, job: Job) -> Path:
+        return self.root / session_key(job.kind, job.repo, session_ref(job))
+
+    def load(self, job: Job, now: Stamp) -> tuple[Lineage, bytes]:
+        """How this run begins, and the transcript it continues (b"" when it is new).
+
+        Whatever is wrong with a stored one is a cold start, with its reason.
+        """
+        path = self.folder(job) / "current.jsonl"
+        try:
+            reason, content = _stored(path, now)
+        except (OSError, Unreadable) as error:
+            log_event("session-unreadable", logging.WARNING, job=job.id, error=error)
+            reason, content = "unreadable", b""
+        note = SessionNote(reason is None, reason)
+        return Lineage(note, _seen(path), now.pi), content
+
+    def keep(self, job: Job, seen: str, content: bytes, now: Stamp) -> str | None:
+        """Replace the stored transcript by a run's; the reason when it was not.
+
+        Only what `load` saw is replaced: of two runs the first to end wins.
+        """
+        folder = self.folder(job)
+        try:
+            kept = clean_transcript(content, now)
+            if len(kept) > SESSION_MAX_BYTES:
+                return "too-large"
+            for made in (self.root, folder):
+                made.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with lock_file(folder / "lock"):
+                path = folder / "current.jsonl"
+                if _seen(path) != seen:
+                    return "replaced"
+                write_private(folder / "next.jsonl", kept)
+                (folder / "next.jsonl").replace(path)
+        except (OSError, Unreadable) as error:
+            log_event("session-not-kept", logging.WARNING, job=job.id, error=error)
+            return "not-kept"
+        except ConfigError:  # another run's lock
+            return "replaced"
+        return None
+
+    def sweep(self, before: float) -> None:
+        """Remove transcripts that are too old to be continued, and nothing else."""
+        for path in self.root.glob("*/current.jsonl"):
+            if re.fullmatch("[0-9a-f]{32}", path.parent.name) and (
+                path.lstat().st_mtime < before
+            ):
+                for name in ("current.jsonl", "next.jsonl", "lock"):
+                    (path.parent / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # what is not ours stays
+                    path.parent.rmdir()
+
+
+def _seen(path: Path) -> str:
+    """Tells one stored file from the next without reading it; "" for none."""
+    try:
+        facts = path.lstat()
+    except OSError:
+        return ""
+    return f"{facts.st_ino}-{facts.st_mtime_ns}-{facts.st_size}"
+
+
+def _stored(path: Path, now: Stamp) -> tuple[str | None, bytes]:
+    """A transcript that may be continued, or the reason why it may not."""
+    import stat
+
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        return "absent", b""
+    if not stat.S_ISREG(facts.st_mode):
+        return "unreadable", b""
+    if facts.st_size > SESSION_MAX_BYTES:
+        return "too-large", b""
+    content = path.read_bytes()
+    try:
+        head = _session_line(content.partition(b"\n")[0])
+        stamp = msgspec.convert(head.get("pidispatch"), Stamp)
+    except msgspec.ValidationError:
+        raise Unreadable("no stamp of ours") from None
+    if now.saved - stamp.saved > SESSION_AGE_MAX:
+        return "too-old", b""
+    if not now.pi or stamp.pi != now.pi:
+        return "pi-version-changed", b""
+    if stamp.publish != now.publish:  # a token may stand in what that agent saw
+        return "publish-changed", b""
+    return None, clean_transcript(content, stamp)
 
 
 class Leaving(Exception):
@@ -7812,10 +9015,7 @@ class Dispatcher:
 
     def check_version(self, attempt: Attempt) -> None:
         """Fields whose feature this version lacks refuse, they never do nothing."""
-        lacking = (
-            ("resume", attempt.job.run.resume),
-            ("publish: agent", attempt.publish == "agent"),
-        )
+        lacking = (("publish: agent", attempt.publish == "agent"),)
         for name, wanted in lacking:
             if wanted:
                 raise Refused(
@@ -7866,6 +9066,52 @@ class Dispatcher:
         if caps.tokens is not None:
             attempt.left = caps.tokens - self.store.tokens_used(caps, self.clock())
 
+    def load_session(self, attempt: Attempt) -> None:
+        """A rule with `resume` continues its lineage, or begins it for a reason.
+
+        A second attempt begins anew: the transcript may be what ended the first.
+        """
+        if not attempt.job.run.resume:
+            return
+        lineages = self._lineages(attempt)
+        if lineages is None:
+            raise Refused(
+                "sessions-dir-unset",
+                "the rule says `resume`, and no folder for transcripts is set",
+                "set PI_SESSIONS_DIR, or remove `resume` from the rule",
+            )
+        if attempt.job.replica is not None:
+            return  # no rule says both; should a job do, it leaves the store alone
+        assert attempt.image
+        pi = attempt.image.labels.get(LABEL + "pi-version", "")
+        now = Stamp(pi, attempt.publish, self.clock())
+        lineage, content = lineages.load(attempt.job, now)
+        if content and attempt.claimed.attempt:
+            note = SessionNote(False, "retried")
+            lineage, content = Lineage(note, lineage.seen, pi), b""
+        attempt.lineage, attempt.transcript = lineage, content
+
+    def _lineages(self, attempt: Attempt) -> Lineages | None:
+        root = attempt.settings.sessions_dir
+        return Lineages(root) if root else None
+
+    def keep_session(self, attempt: Attempt) -> None:
+        """Keep a finished run's transcript; what comes between is in the record."""
+        lineage, lineages = attempt.lineage, self._lineages(attempt)
+        if lineage is None or lineages is None:
+            return
+        assert attempt.box
+        content = self._patiently(attempt.box.transcript)
+        reason: str | None = "not-kept"
+        if content is not None:
+            for secret in attempt.secrets:
+                content = content.replace(secret.encode(), b"***")
+            stamp = Stamp(lineage.pi, attempt.publish, self.clock())
+            reason = lineages.keep(attempt.job, lineage.seen, content, stamp)
+        if reason is not None:
+            note = SessionNote(lineage.note.resumed, reason)
+            attempt.lineage = Lineage(note, lineage.seen, lineage.pi)
+
     def take_token(self, attempt: Attempt) -> None:
         attempt.remote = Remote.of(self.forge(attempt.job), attempt.job.repo)
 
@@ -7914,6 +9160,7 @@ class Dispatcher:
                 prepared.default_branch,
                 prepared.lease,
                 prepared.request_sha,
+                attempt.lineage,
             ),
         )
 
@@ -7991,6 +9238,7 @@ class Dispatcher:
         attempt = Attempt(claimed, settings, "", box=box, started_at=started_at)
         _event("job-adopted", claimed.job)
         try:
+            self._recall_session(attempt)
             self._settle(attempt, self._attend(attempt))
         except (Leaving, Fenced):
             return
@@ -7999,6 +9247,11 @@ class Dispatcher:
                 "job-failed-inside", logging.ERROR, job=claimed.job.id, error=error
             )
             self._give_up(attempt, "internal-error")
+
+    def _recall_session(self, attempt: Attempt) -> None:
+        """What an earlier process knew of an adopted run's lineage."""
+        work = self.store.work_of(attempt.job.id)
+        attempt.lineage = work.lineage if work else None
 
     def _start(self, attempt: Attempt) -> None:
         assert attempt.box and attempt.started_at is not None
@@ -8065,6 +9318,10 @@ class Dispatcher:
         """Collect what the box left, judge it, record it, then clean and publish."""
         ended = self._patiently(lambda: self._collect(attempt))
         verdict = verdict_of(ended, stopped)
+        if verdict.outcome == "unstarted":
+            self._hand_back(attempt)
+            self._again(attempt, InfraError(f"nothing to run: exit {ended.code}"))
+            return
         if verdict.outcome == "retry" and attempt.claimed.attempt + 1 < MAX_ATTEMPTS:
             forget_kept(self.kept_dir(attempt.job))  # the last attempt wins
             until = self.clock() + RETRY_SECONDS
@@ -8075,6 +9332,8 @@ class Dispatcher:
             return
         if verdict.outcome == "retry":
             verdict = Verdict("failed", verdict.reason)
+        if verdict.outcome == "completed":
+            self.keep_session(attempt)
         self._finish(attempt, verdict, ended)
 
     def _collect(self, attempt: Attempt) -> BoxExit:
@@ -8098,7 +9357,7 @@ class Dispatcher:
     def _finish(
         self, attempt: Attempt, verdict: Verdict, ended: BoxExit | None
     ) -> None:
-        assert verdict.outcome != "retry"
+        assert verdict.outcome != "retry" and verdict.outcome != "unstarted"
         record = self.record(attempt, verdict.outcome, verdict.reason, ended)
         if verdict.outcome == "completed":
             commits = ended.result.commits if ended and ended.result else 0
@@ -8180,7 +9439,7 @@ class Dispatcher:
             replicas=job.replicas,
             triggerIndex=job.trigger.index,
             triggerType=job.trigger.type,
-            session=None,
+            session=attempt.lineage.note if attempt.lineage else None,
             bundle=bool(ended and ended.bundle),
             host=_host_name(),
         )
@@ -8251,6 +9510,28 @@ class Dispatcher:
     def publish_due(self) -> None:
         for job, _, _, _ in self.store.due_notices():
             self.publish(job.id)
+        for job, tries in self.store.due_limited():
+            self._tell_limited(job, tries)
+
+    def _tell_limited(self, job: Job, tries: int) -> None:
+        """Say once that a target had its hour's deliveries; what is down is retried."""
+        limit = self.settings.target_hourly
+        message = (
+            f"{job.title} has had its {limit} deliveries of this hour, and further "
+            "ones are dropped until it is over; this is said once"
+        )
+        fix = "act again then, or raise `PI_TARGET_HOURLY`"
+        notice = _refusal_notice(job, Refused("rate-limited", message, fix))
+        try:
+            self._tell(job, None, notice)
+        except (Refused, Rejected) as error:
+            _event("comment-refused", job, level=logging.WARNING, error=error)
+        except Exception as error:  # one telling's edge: others go on
+            wait = min(5 * 2 ** min(tries, 16), PUBLISH_WAIT_MAX)
+            _event("publish-retry", job, level=logging.WARNING, wait=wait, error=error)
+            self.store.postpone_limited(job.set, self.clock() + wait)
+            return
+        self.store.limited_told(job.set)
 
     # -- the start -----------------------------------------------------------
 
@@ -8303,6 +9584,7 @@ LADDER: tuple[Gate, ...] = (
     ),
     Gate("gate image", Dispatcher.check_gate_image, ("gate-image-missing",)),
     Gate("caps, a look", Dispatcher.check_caps, _CAPS, _OVER_CAP),
+    Gate("session", Dispatcher.load_session, ("sessions-dir-unset",)),
     Gate("token", Dispatcher.take_token, ("forge-token-unavailable",)),
     Gate("box", Dispatcher.open_box),
     Gate(
@@ -8570,6 +9852,8 @@ def sweep_files(settings: Settings, now: float) -> None:
         for entry in folder.iterdir() if folder.is_dir() else ():
             if entry.stat().st_mtime < now - age:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    if settings.sessions_dir:
+        Lineages(settings.sessions_dir).sweep(now - SESSION_AGE_MAX)
     _sweep(settings.state_dir / "mirrors")  # a killed git leaves its token behind
 
 
@@ -8596,8 +9880,8 @@ def lock_file(path: Path) -> IO[str]:
 # =============================================================================
 # intake
 #
-# The HTTP edge, the inbox that resolves who asked, and the watchers of the
-# triggers and limits files. Knows nothing of Docker.
+# The HTTP edge, the inbox that resolves who asked, the poller, and the watchers of
+# the triggers and limits files. Knows nothing of Docker.
 # =============================================================================
 
 
@@ -8806,6 +10090,7 @@ class Intake:
         self.own: dict[str, str | None] = {}
         #: Rung when something was parked.
         self.bell = threading.Event()
+        self._turns = tuple(threading.Lock() for _ in range(64))
 
     def receive(self, kind: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Verify, parse, match, `self`, authority, one transaction, answer.
@@ -8820,7 +10105,8 @@ class Intake:
         try:
             forge.verify(headers, body)
             event = forge.parse(headers, body)
-            return self.take(event, hashlib.sha256(body).hexdigest())
+            signed = forge.signed(headers, body)
+            return self.take(event, hashlib.sha256(signed).hexdigest())
         except Unauthorized:
             log_event("delivery-unauthorized", logging.WARNING, forge=kind)
             return _refusal(401)
@@ -8833,24 +10119,50 @@ class Intake:
 
     def take(self, event: Event, body_sha: str) -> Answer:
         """Judge an event that is known to be genuine. May raise InfraError."""
-        if event.fault is not None:
-            return self._ignored(event.fault)
         delivery = Delivery(
             id=set_id(event.forge, event.delivery),
             event=event,
             body_sha=body_sha,
             received=self.clock(),
         )
-        if self.store.seen(event.forge, delivery.id, body_sha):
+        if event.remember is None:
+            return self._decide(delivery)
+        # of one item one after the other: each is compared with the one before
+        with self._turns[hash(delivery.target) % len(self._turns)]:
+            return self._decide(self._compared(delivery))
+
+    def _compared(self, delivery: Delivery) -> Delivery:
+        """The delivery with the labels it added to those its item had before.
+
+        The forge's API must tell when that is not known: nothing was seen of the
+        item yet, something newer was, or this very event may have been (one that
+        was dropped is judged afresh when it comes again).
+        """
+        event = delivery.event
+        if not wants_added(event):
+            return delivery
+        before = self.store.labels_before(delivery)
+        labels, seen_at = before or (frozenset(), float("inf"))
+        added = tuple(n for n in event.labels if label_digest(n) not in labels)
+        told = delivery.when > seen_at or (delivery.when == seen_at and added)
+        found = {"added": added} if told else {"incomplete": True}
+        event = msgspec.structs.replace(event, **cast(Any, found))
+        return msgspec.structs.replace(delivery, event=event)
+
+    def _decide(self, delivery: Delivery) -> Answer:
+        event = delivery.event
+        if event.fault is not None:
+            return self._dropped(delivery, event.fault)
+        if self.store.seen(event.forge, delivery.id, delivery.body_sha):
             return self._known("duplicate")
         found = judge(self.triggers.rules, event, self.own.get(event.forge))
         if isinstance(found, Drop):
-            return self._ignored(found.reason)
+            return self._dropped(delivery, found.reason)
         if event.incomplete:
             return self._park(delivery, found)
         word = self.forges[event.forge].authority(event)
         if word == "denied":
-            return self._ignored("not-allowed")
+            return self._dropped(delivery, "not-allowed")
         if word == "ask" or event.forge not in self.own:
             return self._park(delivery, found)
         return self._admit(delivery, found)
@@ -8871,18 +10183,18 @@ class Intake:
         return Answer(200, {"status": status})
 
     def _known(self, status: str) -> Answer:
-        self._count(status)
+        self._count(status, lambda: self.store.count(status))
         return Answer(200, {"status": status})
 
-    def _ignored(self, reason: str) -> Answer:
+    def _dropped(self, delivery: Delivery, reason: str) -> Answer:
         """Always 2xx: GitLab switches a hook off for good on 4xx answers."""
-        self._count(reason)
+        self._count(reason, lambda: self.store.drop(delivery, reason))
         return Answer(200, {"status": "ignored", "reason": reason})
 
-    def _count(self, word: str) -> None:
+    def _count(self, word: str, write: Callable[[], None]) -> None:
         """A lost count is no reason to make a forge send again."""
         try:
-            self.store.count(word)
+            write()
         except InfraError as error:
             log_event("count-lost", logging.ERROR, word=word, error=error)
 
@@ -9037,6 +10349,134 @@ class Inbox:
             )
 
 
+class Poller:
+    """Asks forges what happened, and takes it as if it had been delivered.
+
+    A first look takes nothing: work starts from what happens after it. The ids and
+    times of events make a later webhook of one, or a second look, start nothing
+    twice. What could not be read is asked again from where it was left.
+    """
+
+    TICK = 1.0
+    #: Ids that a cursor holds at most.
+    SEEN = 10_000
+
+    def __init__(
+        self, intake: Intake, repos: Sequence[Polled], interval: float
+    ) -> None:
+        self.intake = intake
+        self.store, self.clock = intake.store, intake.clock
+        self.repos, self.interval = repos, interval
+        self._due: dict[Polled, float] = {}
+        self._names: dict[Polled, str] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
+
+    def start(self) -> None:
+        self.store.forget_polls()
+        if self.repos:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.turn()
+            except Exception as error:
+                log_event("poller-failed", logging.ERROR, error=error)
+            self._stop.wait(self.TICK)
+
+    def turn(self) -> None:
+        """Look at every repository that is due."""
+        for polled in self.repos:
+            if self.clock() >= self._due.get(polled, 0.0) and not self._stop.is_set():
+                wait, trouble = self._look(polled)
+                self._due[polled] = self.clock() + max(self.interval, wait)
+                self.store.set_flag(f"poll:{polled.repo}", trouble)
+
+    def _look(self, polled: Polled) -> tuple[float, str]:
+        """Every stream of one repository: seconds to wait then, and what is wrong."""
+        forge, wait, trouble = self.intake.forges[polled.kind], 0.0, ""
+        for stream in forge.streams:
+            try:
+                wait = max(wait, self._follow(forge, self._name(polled), stream))
+            except Throttled as error:
+                return max(wait, error.wait), error.message
+            except Exception as error:  # the loop's edge: others go on
+                known = isinstance(error, PidispatchError)
+                trouble = str(error) if known else f"internal error: {error!r}"
+                level = logging.WARNING if known else logging.ERROR
+                said = {"repo": polled.repo, "stream": stream, "error": trouble}
+                log_event("poll-failed", level, **said)
+        return wait, trouble
+
+    def _name(self, polled: Polled) -> str:
+        if polled not in self._names:
+            forge = self.intake.forges[polled.kind]
+            self._names[polled] = forge.repository(polled.repo)
+        return self._names[polled]
+
+    def _follow(self, forge: Forge, repo: str, stream: str) -> float:
+        """Take what is new in one stream; returns the seconds to wait."""
+        key = f"{forge.kind}:{repo}"
+        cursor, etag = self.store.cursor(key, stream)
+        if cursor and self.clock() - cursor.asked > POLL_GAP:
+            log_event("poll-gap", logging.WARNING, repo=repo, stream=stream)
+            cursor, etag = None, None
+        since = cursor.at - POLL_OVERLAP if cursor else None
+        news = forge.poll(repo, stream, since, etag)
+        done = dict(cursor.seen) if cursor else {}
+        fresh = self._fresh(news, since, done)
+        try:
+            for event in fresh:
+                if cursor:
+                    self._take(event)
+                done[event.delivery] = event.when or 0.0
+        except Exception:
+            if cursor:
+                left = msgspec.structs.replace(cursor, seen=done)
+                self.store.keep_cursor(key, stream, left, None)
+            raise
+        now = self.clock()
+        at = max(cursor.at if cursor else 0.0, min(news.newest or 0.0, now))
+        self.store.keep_cursor(
+            key, stream, Cursor(at, self._kept(done, at), now), news.etag
+        )
+        return news.wait
+
+    @staticmethod
+    def _fresh(
+        news: News, since: float | None, done: Mapping[str, float]
+    ) -> list[Event]:
+        """What is not older than the cursor and was not there before, oldest first.
+
+        Lists are newest first, and those of one second in that order as well.
+        """
+        found = {event.delivery: event for event in reversed(news.events)}
+        new = [
+            event
+            for event in found.values()
+            if event.delivery not in done and (event.when or 0.0) >= (since or 0.0)
+        ]
+        return sorted(new, key=lambda event: event.when or 0.0)
+
+    def _kept(self, done: Mapping[str, float], at: float) -> dict[str, float]:
+        recent = [(key, t) for key, t in done.items() if t >= at - POLL_OVERLAP]
+        return dict(sorted(recent, key=lambda pair: pair[1])[-self.SEEN :])
+
+    def _take(self, event: Event) -> None:
+        import hashlib
+
+        name = f"{event.forge} {event.repo} {event.delivery}"
+        answer = self.intake.take(event, hashlib.sha256(name.encode()).hexdigest())
+        become = answer.payload.get("reason") or answer.payload["status"]
+        log_event("polled", delivery=event.delivery, became=become)
+
+
 class EdgeLimits(msgspec.Struct, frozen=True):
     """Bounds of the receiver; seconds are totals by the wall clock."""
 
@@ -9171,10 +10611,10 @@ class Edge(HttpServer):
     ) -> None:
         self.intake = intake
         #: Whose deliveries a path takes; the health check takes nobody's.
-        self.routes = {f"/{kind}": kind for kind in intake.forges} | {"/healthz": ""}
+        hooked = [kind for kind, forge in intake.forges.items() if forge.hooked]
+        self.routes = {f"/{kind}": kind for kind in hooked} | {"/healthz": ""}
         self.routes |= {f"{path}/": kind for path, kind in self.routes.items()}
-        if "github" in intake.forges:
-            self.routes["/"] = "github"
+        self.routes |= {path: k for k in hooked for path in intake.forges[k].aliases}
         super().__init__(host, port, limits)
 
     def methods(self, path: str) -> tuple[str, ...]:
@@ -9597,6 +11037,7 @@ def run_detail(detail: RunDetail) -> str:
         for name, value in msgspec.to_builtins(detail.record).items():
             shown = "-" if value is None else json_or_text(value)
             lines.append(f"{name:14}{shown}")
+        lines += _unpriced(detail.record)
     if run.request:
         lines.append(f"{'request':14}{run.request.url}")
     for other in detail.siblings:
@@ -9604,6 +11045,13 @@ def run_detail(detail: RunDetail) -> str:
         link = other.request.url if other.request else "no request yet"
         lines.append(f"{'sibling ' + badge:14}{other.id}  {other.state}  {link}")
     return "\n".join(plain_text(line) for line in lines)
+
+
+def _unpriced(record: Record) -> list[str]:
+    """Says that a cost is missing because nobody knows the model's price."""
+    if record.tokens is None or record.tokens.cost is not None:
+        return []
+    return [f"{'cost':14}not known: not every call's model has a price"]
 
 
 def json_or_text(value: object) -> str:
@@ -9833,6 +11281,11 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
         ),
         "all replicas then hold one operator token",
     ),
+    (
+        lambda rule: rule.run.resume is True,
+        "resume hands on what the run before saw and said: an injected one can "
+        "shape the next",
+    ),
     (lambda rule: True, "the model provider sees the code"),
 )
 
@@ -9840,13 +11293,11 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
 #: `not-in-this-version`, and cron rules do not fire.
 _RULES_NOT_YET: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     (lambda rule: rule.on.type == "cron", "cron rules do not fire"),
-    (lambda rule: rule.run.resume is True, "resume is refused"),
     (lambda rule: rule.run.publish == "agent", "publish: agent is refused"),
 )
 
 #: Settings that this version reads and does not act on, and how bad that is.
 SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
-    "sessions_dir": "warn",
     "on_failure": "warn",
 }
 
@@ -9966,7 +11417,9 @@ def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
 
 def _event_and_action(event: Event) -> str:
     """`issues.labeled`; the rules' word for a review repeats its event's name."""
-    action = (event.action or "").removeprefix("review_")
+    action = event.action or ""
+    if action == "review_submitted":
+        action = "submitted"
     return f"{event.name}.{action}".rstrip(".")
 
 
@@ -10008,6 +11461,10 @@ def status_text(status: Status) -> str:
         f"worker's last heartbeat: {beat}{'; PAUSED' if status.paused else ''}",
     ]
     lines += [f"  {word}: {n}" for word, n in sorted(status.counts.items())]
+    lines += [
+        f"polled {poll.repo}: {iso(poll.at)}, {poll.trouble or 'fine'}"
+        for poll in status.polls
+    ]
     for name, told in (
         ("triggers", status.problem),
         ("limits", status.limits_problem),
@@ -10078,8 +11535,10 @@ def doctor(settings: Settings, triggers: Path) -> list[Check]:
     _check_replicas(settings, rules, checks)
     _check_caps(settings, checks)
     _check_limits(settings, rules, checks)
+    _check_sessions(settings, rules, checks)
     _check_git(checks)
     _check_engine(settings, rules, checks)
+    settings = _check_polls(settings, checks)
     _check_forges(settings, rules, checks)
     _check_provider_keys(settings, rules, checks)
     _check_egress(settings, checks)
@@ -10119,6 +11578,22 @@ def _check_replicas(
     if settings.daily_cap < largest:
         found = f"PI_DAILY_CAP={settings.daily_cap} cannot hold a set of {largest}"
         checks.append(Check("caps", "fail", found, f"set it to at least {largest}"))
+
+
+def _check_sessions(
+    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+) -> None:
+    """Rules with `resume` need a folder, which holds what people and agents wrote."""
+    resumed = [f"triggers[{rule.index}]" for rule in rules if rule.run.resume]
+    if not resumed:
+        return
+    if settings.sessions_dir is None:
+        found = f"{', '.join(resumed)}: `resume` without PI_SESSIONS_DIR"
+        fix = "set PI_SESSIONS_DIR, or remove `resume`"
+        checks.append(Check("sessions", "fail", found, fix))
+    else:
+        found = f"{settings.sessions_dir} keeps the transcripts of {', '.join(resumed)}"
+        checks.append(Check("sessions", "ok", found))
 
 
 def _check_caps(settings: Settings, checks: list[Check]) -> None:
@@ -10292,6 +11767,23 @@ def _check_forges(
         names = " or ".join(FORGES[kind].secret_variable for kind in _FORGE_CLASSES)
         fix = f"set {names}, and what the README says of that forge"
         checks.append(Check("forges", "fail", found, fix))
+
+
+def _check_polls(settings: Settings, checks: list[Check]) -> Settings:
+    """Whether each repository can be read; returns settings without wrong ones."""
+    try:
+        repos, served = polled_of(settings), forges_of(settings)
+    except Faults as faults:
+        checks.extend(fault_checks("polling", faults))
+        return msgspec.structs.replace(settings, poll_repos=())
+    for kind, name in repos:
+        try:
+            found = f"{served[kind].repository(name)}: can be read"
+            checks.append(Check("polling", "ok", found))
+        except PidispatchError as error:
+            fix = error.fix or "check the name, and that the token may read it"
+            checks.append(Check("polling", "fail", f"{name}: {error.message}", fix))
+    return settings
 
 
 def _check_provider_keys(
@@ -10915,6 +12407,7 @@ class Service:
             clock=clock,
         )
         self.inbox = Inbox(self.intake)
+        self.poller = Poller(self.intake, polled_of(settings), settings.poll_interval)
         self.edge = _receiver(self.intake, settings)
         self.panel = _panel(settings, self.store, self.triggers, self.engine)
         self._works = False
@@ -10932,6 +12425,7 @@ class Service:
             lambda problem: self.store.set_flag("triggers-problem", problem)
         )
         self.inbox.start()
+        self.poller.start()
         self.edge.start()
         self.panel.start()
         log_event("serving", port=self.edge.port, panel=self.panel.port)
@@ -10939,6 +12433,7 @@ class Service:
     def stop(self, *, end_jobs: bool = False) -> None:
         self.edge.stop()
         self.panel.stop(patience=1.0)
+        self.poller.stop()
         self.inbox.stop()
         self.triggers.stop()
         self.limits.stop()
@@ -10999,6 +12494,17 @@ def settings_of(db: Path | None = None) -> Settings:
     return msgspec.structs.replace(settings, db=db) if db else settings
 
 
+def polling(settings: Settings, repos: Sequence[str]) -> Settings:
+    """The settings with the repositories that the command line names."""
+    if not repos:
+        return settings
+    try:
+        parsed = SETTINGS["poll_repos"].parse(",".join(repos))
+    except ValueError as error:
+        raise ConfigError(f"--poll {error}", "write --poll owner/name") from error
+    return msgspec.structs.replace(settings, poll_repos=parsed)
+
+
 def triggers_path(settings: Settings, named: Path | None) -> Path:
     """The file `serve` takes: named, PI_TRIGGERS_FILE, else ./triggers.json."""
     return named or settings.triggers_file or Path("triggers.json")
@@ -11052,11 +12558,16 @@ def main() -> None:
 @triggers_option
 @click.option("--no-worker", is_flag=True, help="Receive only; run no jobs.")
 @click.option("--stop-jobs", is_flag=True, help="On exit, end running jobs as well.")
+@click.option("--poll", multiple=True, help="A repository to poll (POLL_REPOS).")
 def serve(
-    db: Path | None, triggers_file: Path | None, no_worker: bool, stop_jobs: bool
+    db: Path | None,
+    triggers_file: Path | None,
+    no_worker: bool,
+    stop_jobs: bool,
+    poll: tuple[str, ...],
 ) -> None:
     """Receive deliveries and run jobs until stopped."""
-    settings = settings_of(db)
+    settings = polling(settings_of(db), poll)
     set_up_logging(settings)
     service = Service(settings, triggers_path(settings, triggers_file))
     limits: list[Check] = []

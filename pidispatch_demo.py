@@ -753,6 +753,57 @@ class Comment:
     request: bool = False
 
 
+@dataclass(frozen=True)
+class LabelMoment:
+    """A label that was put on an item, or taken off."""
+
+    id: int
+    number: int
+    label: str
+    added: bool
+    user: str
+    at: float
+
+
+@dataclass
+class IssueEvent:
+    """Something somebody did to an issue or pull request: labeled, closed …"""
+
+    id: int
+    number: int
+    event: str
+    actor: str
+    created_at: float
+    label: str | None = None
+
+
+@dataclass
+class Review:
+    """A review that was submitted; ``state`` is in the API's capitals."""
+
+    id: int
+    number: int
+    user: str
+    state: str
+    body: str | None
+    commit_id: str
+    submitted_at: float
+    association: str | None = None
+
+
+@dataclass
+class Activity:
+    """A push to a branch, as the repository's activity lists it."""
+
+    id: int
+    ref: str
+    before: str
+    after: str
+    actor: str
+    timestamp: float
+    activity_type: str = "push"
+
+
 @dataclass
 class Issue:
     """An issue; ``labels`` are names in the order they were put on."""
@@ -810,8 +861,14 @@ class Repo:
         self.issues: dict[int, Issue] = {}
         self.pulls: dict[int, Pull] = {}
         self.comments: list[Comment] = []
+        self.label_moments: list[LabelMoment] = []
+        self.events: list[IssueEvent] = []
+        self.reviews: list[Review] = []
+        self.activity: list[Activity] = []
         self.collaborators: dict[str, str] = {self.owner: "admin"}
         self.protected: dict[str, str] = {}
+        self.may_push: set[str] = set()
+        self.deleted_forks: set[str] = set()
         path = accounts.root / self.owner / f"{self.name}.git"
         self.git = GitRepository(path, default_branch)
         self._write_protection()
@@ -847,7 +904,12 @@ class Repo:
 
     def is_protected(self, branch: str) -> bool:
         """Whether a rule refuses pushes to that branch."""
-        return any(fnmatch.fnmatchcase(branch, rule) for rule in self.protected)
+        return self.rule_of(branch) is not None
+
+    def rule_of(self, branch: str) -> str | None:
+        """The rule, a name or a glob, that protects the branch."""
+        found = (r for r in self.protected if fnmatch.fnmatchcase(branch, r))
+        return next(found, None)
 
     def protect(
         self,
@@ -873,13 +935,16 @@ class Repo:
         files: Mapping[str, str | bytes | None],
         message: str = "Change files",
         start: str | None = None,
+        user: str | None = None,
     ) -> str:
-        """Commit onto a branch (made at ``start``, else the default branch)."""
+        """Commit onto a branch (made at ``start``, else the default branch).
+
+        ``user`` is who pushed it, the owner unless said."""
         origin = start or f"refs/heads/{self.default_branch}"
         parent = self.branch(branch) or self.git.sha(origin)
         when = int(self.accounts.clock())
         made = self.git.commit(f"refs/heads/{branch}", files, message, parent, when)
-        self.sync_pulls()
+        self.sync_pulls(user)
         return made
 
     def delete_branch(self, branch: str) -> None:
@@ -914,6 +979,18 @@ class Repo:
         self.issues[issue.number] = issue
         return issue
 
+    def set_labels(self, number: int, labels: Sequence[str], user: str) -> Issue:
+        """Give an item other labels; each that came or went leaves its moment."""
+        item, now = _known(self, number), self.accounts.clock()
+        login = self.accounts.user(user).login
+        for name in (*item.labels, *labels):
+            added = name in labels
+            if added != (name in item.labels):
+                row = (self.accounts.new_id(), number, name, added, login, now)
+                self.label_moments.append(LabelMoment(*row))
+        item.labels, item.updated_at = list(dict.fromkeys(labels)), now
+        return item
+
     def add_collaborator(self, login: str, permission: str) -> None:
         """Give someone admin, maintain, write, triage or read (or none)."""
         self.accounts.user(login)
@@ -936,6 +1013,48 @@ class Repo:
         made = (self.accounts.new_id(), number, login, body, now, now, request)
         self.comments.append(Comment(*made))
         return self.comments[-1]
+
+    def add_event(
+        self, number: int, event: str, actor: str, label: str | None = None
+    ) -> IssueEvent:
+        """Note what somebody did to an issue or pull request."""
+        now = self.accounts.clock()
+        login = self.accounts.user(actor).login
+        noted = IssueEvent(self.accounts.new_id(), number, event, login, now, label)
+        self.events.append(noted)
+        return noted
+
+    def add_review(
+        self,
+        number: int,
+        state: str,
+        body: str | None,
+        user: str,
+        association: str | None = None,
+    ) -> Review:
+        """Review a pull request."""
+        pull, now = self.pulls[number], self.accounts.clock()
+        pull.updated_at = now
+        review = Review(
+            id=self.accounts.new_id(),
+            number=number,
+            user=self.accounts.user(user).login,
+            state=state.upper(),
+            body=body,
+            commit_id=pull.head_sha,
+            submitted_at=now,
+            association=association,
+        )
+        self.reviews.append(review)
+        return review
+
+    def add_activity(self, ref: str, before: str, after: str, actor: str) -> Activity:
+        """Note a push."""
+        now = self.accounts.clock()
+        login = self.accounts.user(actor).login
+        noted = Activity(self.accounts.new_id(), ref, before, after, login, now)
+        self.activity.append(noted)
+        return noted
 
     def comments_on(self, number: int, request: bool | None = None) -> list[Comment]:
         """The conversation of one issue or pull request, oldest first."""
@@ -992,7 +1111,7 @@ class Repo:
         elif self.branch(pull.head) is None:
             raise ValueError(f"{self.full_name} has no branch {pull.head}")
 
-    def sync_pulls(self) -> None:
+    def sync_pulls(self, pusher: str | None = None) -> None:
         """Bring refs/pull/N/head of open requests to where their branches are."""
         branches = self.branches
         for pull in self.pulls.values():
@@ -1002,13 +1121,18 @@ class Repo:
             if tip is None:
                 self.close(pull)
             elif tip != pull.head_sha:
+                if pull.head_sha:
+                    ref, actor = f"refs/heads/{pull.head}", pusher or self.owner
+                    self.add_activity(ref, pull.head_sha, tip, actor)
+                    pull.updated_at = self.accounts.clock()
                 pull.head_sha = tip
                 self.git.git("update-ref", self.request_ref.format(n=pull.number), tip)
 
-    def close(self, item: Issue) -> None:
+    def close(self, item: Issue, by: str | None = None) -> None:
         """Close an issue or pull request."""
         item.state = "closed"
         item.closed_at = item.updated_at = self.accounts.clock()
+        self.add_event(item.number, "closed", by or self.owner)
 
 
 # ---------------------------------------------------------------------------
@@ -1238,6 +1362,60 @@ def comment_json(base: str, repo: Repo, comment: Comment) -> Json:
     }
 
 
+def event_json(base: str, repo: Repo, event: IssueEvent) -> Json:
+    """An issue event; its issue is as it stands now."""
+    shape: Json = {
+        "id": event.id,
+        "node_id": _node_id("IssueEvent", event.id),
+        "url": f"{base}/repos/{repo.full_name}/issues/events/{event.id}",
+        "actor": user_json(base, repo.accounts.user(event.actor)),
+        "event": event.event,
+        "commit_id": None,
+        "commit_url": None,
+        "created_at": iso_time(event.created_at),
+        "performed_via_github_app": None,
+        "issue": issue_json(base, repo, _known(repo, event.number)),
+    }
+    if event.label is not None:
+        label = label_json(base, repo, event.label)
+        shape["label"] = {"name": label["name"], "color": label["color"]}
+    return shape
+
+
+def review_json(base: str, repo: Repo, review: Review) -> Json:
+    """A review as the API lists it."""
+    url = f"{base}/repos/{repo.full_name}/pulls/{review.number}"
+    page = f"{_site(base)}/{repo.full_name}/pull/{review.number}"
+    html_url = f"{page}#pullrequestreview-{review.id}"
+    return {
+        "id": review.id,
+        "node_id": _node_id("PullRequestReview", review.id),
+        "user": user_json(base, repo.accounts.user(review.user)),
+        "body": review.body,
+        "state": review.state,
+        "html_url": html_url,
+        "pull_request_url": url,
+        "author_association": review.association or repo.association(review.user),
+        "_links": {"html": {"href": html_url}, "pull_request": {"href": url}},
+        "submitted_at": iso_time(review.submitted_at),
+        "commit_id": review.commit_id,
+    }
+
+
+def activity_json(base: str, repo: Repo, noted: Activity) -> Json:
+    """A row of a repository's activity."""
+    return {
+        "id": noted.id,
+        "node_id": _node_id("Push", noted.id),
+        "before": noted.before,
+        "after": noted.after,
+        "ref": noted.ref,
+        "timestamp": iso_time(noted.timestamp),
+        "activity_type": noted.activity_type,
+        "actor": user_json(base, repo.accounts.user(noted.actor)),
+    }
+
+
 def branch_json(base: str, repo: Repo, name: str, sha: str) -> Json:
     """A branch."""
     url = f"{base}/repos/{repo.full_name}"
@@ -1316,6 +1494,8 @@ def item_payload(
     if action in ("closed", "reopened"):
         item.state = "closed" if action == "closed" else "open"
         item.closed_at = item.updated_at if action == "closed" else None
+    if action in ("labeled", "unlabeled", "closed", "reopened"):
+        repo.add_event(number, action, sender, label)
     base = repo.accounts.base
     payload = _payload(repo, action, sender, base)
     if isinstance(item, Pull):
@@ -1354,6 +1534,7 @@ def comment_payload(
     item = _known(repo, number)
     base = repo.accounts.base
     comment = repo.add_comment(number, body, sender)
+    item.updated_at = comment.created_at
     payload = _payload(repo, action, sender, base)
     payload["issue"] = issue_json(base, repo, item)
     payload["comment"] = comment_json(base, repo, comment)
@@ -1372,22 +1553,12 @@ def review_payload(
 ) -> Json:
     """A `pull_request_review` submitted: approved, changes_requested, commented."""
     pull, base = repo.pulls[number], repo.accounts.base
-    shape = pull_json(base, repo, pull)
-    review_id = repo.accounts.new_id()
+    review = repo.add_review(number, state, body, sender, association)
+    shape = review_json(base, repo, review)
+    del shape["_links"]
     payload = _payload(repo, "submitted", sender, base)
-    payload["pull_request"] = shape
-    payload["review"] = {
-        "id": review_id,
-        "node_id": _node_id("PullRequestReview", review_id),
-        "user": payload["sender"],
-        "body": body,
-        "commit_id": pull.head_sha,
-        "submitted_at": iso_time(repo.accounts.clock()),
-        "state": state,
-        "html_url": f"{shape['html_url']}#pullrequestreview-{review_id}",
-        "pull_request_url": shape["url"],
-        "author_association": association or repo.association(sender),
-    }
+    payload["pull_request"] = pull_json(base, repo, pull)
+    payload["review"] = shape | {"state": state}
     return payload
 
 
@@ -1723,11 +1894,54 @@ def post_comment(call: Call) -> Reply:
     return json_reply(201, shape, Location=str(shape["url"]))
 
 
+@GITHUB("GET", "/repos/{owner}/{name}/issues/events", "issues:read")
+def get_issue_events(call: Call) -> Reply:
+    """Newest first, and with no other choice."""
+    events = sorted(call.repo.events, key=lambda event: -event.id)
+    return paginated(call, [event_json(call.base, call.repo, e) for e in events])
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/issues/comments", "issues|pull_requests:read")
+def get_all_comments(call: Call) -> Reply:
+    """By id unless ``sort`` says else; ``since`` is about the last change."""
+    query = call.request.query
+    since = query.get("since", "")
+    rows = [c for c in call.repo.comments if iso_time(c.updated_at) >= since]
+    by = query.get("sort")
+    if by in ("created", "updated"):
+        down = query.get("direction", "desc") == "desc"
+        rows.sort(key=lambda c: (getattr(c, f"{by}_at"), c.id), reverse=down)
+    return paginated(call, [comment_json(call.base, call.repo, c) for c in rows])
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/pulls/{number}/reviews", "pull_requests:read")
+def get_reviews(call: Call) -> Reply:
+    number = call.pull().number
+    rows = [review for review in call.repo.reviews if review.number == number]
+    return paginated(call, [review_json(call.base, call.repo, r) for r in rows])
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/activity", "contents:read")
+def get_activity(call: Call) -> Reply:
+    """Newest first; the pages of the real one are found by its Link header."""
+    ref = call.request.query.get("ref", "")
+    full = ref if not ref or ref.startswith("refs/") else f"refs/heads/{ref}"
+    rows = [noted for noted in call.repo.activity if full in ("", noted.ref)]
+    rows.reverse()
+    size = max(1, min(100, _number(call.request.query, "per_page", 30)))
+    shapes = [activity_json(call.base, call.repo, noted) for noted in rows[:size]]
+    return json_reply(200, shapes)
+
+
 @GITHUB("GET", "/repos/{owner}/{name}/pulls", "pull_requests:read")
 def get_pulls(call: Call) -> Reply:
     query = call.request.query
-    pulls = sorted(call.repo.pulls.values(), key=lambda p: -p.number)
-    if query.get("direction") == "asc":
+    by = "updated_at" if query.get("sort") == "updated" else "created_at"
+    pulls = sorted(
+        call.repo.pulls.values(), key=lambda p: (getattr(p, by), p.number), reverse=True
+    )
+    down = "asc" if by == "updated_at" else "desc"
+    if query.get("direction", down) == "asc":
         pulls.reverse()
     rows = [pull for pull in pulls if _pull_selected(pull, query)]
     return paginated(call, [pull_json(call.base, call.repo, pull) for pull in rows])
@@ -1807,7 +2021,9 @@ def patch_pull(call: Call) -> Reply:
     pull.body = body if "body" in shape else pull.body
     pull.updated_at = call.data.accounts.clock()
     if state == "closed" and pull.state == "open":
-        call.repo.close(pull)
+        call.repo.close(pull, call.caller)
+    if state == "open" and pull.state == "closed":
+        call.repo.add_event(pull.number, "reopened", call.caller)
     pull.state = state
     call.repo.sync_pulls()
     return json_reply(200, pull_detail_json(call.base, call.repo, pull))
@@ -2107,7 +2323,7 @@ class FakeForge(FakeServer):
         reply = serve_git(repo.git.path, operation, request, token.login, scope)
         if operation == "git-receive-pack":
             with self.lock:
-                repo.sync_pulls()
+                repo.sync_pulls(token.login)
         return reply
 
     def _api(self, request: Request) -> Reply:
@@ -2663,6 +2879,482 @@ def _with_etag(request: Request, reply: Reply) -> Reply:
     if tag in request.headers.get("if-none-match", ""):
         reply.status, reply.body = 304, b""
     return reply
+
+
+# ---------------------------------------------------------------------------
+# Forgejo
+#
+# The dialect of Forgejo and Gitea: shapes, deliveries, API (sources of both,
+# `services/convert`, `services/webhook`, `routers/api/v1/repo`). Kept are the ways in
+# which it is not GitHub: comments come all at once, a page holds what the server says,
+# only a repository's administrator learns permissions, `pull_request` is null on an
+# issue, a second request is a 409, a change answers 201.
+# ---------------------------------------------------------------------------
+
+FORGEJO = Routes()
+_FORGEJO_PAGE_MAX = 50
+_NEVER = "0001-01-01T00:00:00Z"
+_FORGEJO_ROLES = {"maintain": "write", "triage": "read"}
+
+
+def forgejo_user(base: str, user: User) -> Json:
+    """An account: nothing tells a bot."""
+    return {
+        "id": user.id,
+        "login": user.login,
+        "login_name": "",
+        "full_name": "",
+        "email": f"{user.login}@noreply.example",
+        "avatar_url": f"{_forgejo_site(base)}/avatars/{user.id}",
+        "is_admin": False,
+        "last_login": _NEVER,
+        "created": _NEVER,
+        "username": user.login,
+    }
+
+
+def _forgejo_site(base: str) -> str:
+    return base.removesuffix("/api/v1")
+
+
+def forgejo_repo(base: str, repo: Repo) -> Json:
+    """A repository; ``permissions`` are the asker's, or somebody else's."""
+    page = f"{_forgejo_site(base)}/{repo.full_name}"
+    return {
+        "id": repo.id,
+        "owner": forgejo_user(base, repo.accounts.user(repo.owner)),
+        "name": repo.name,
+        "full_name": repo.full_name,
+        "description": "",
+        "empty": False,
+        "private": repo.private,
+        "fork": False,
+        "parent": None,
+        "html_url": page,
+        "clone_url": f"{page}.git",
+        "default_branch": repo.default_branch,
+        "archived": False,
+        "created_at": iso_time(repo.created_at),
+        "updated_at": iso_time(repo.created_at),
+        "permissions": {"admin": True, "push": True, "pull": True},
+    }
+
+
+def forgejo_label(base: str, repo: Repo, name: str) -> Json:
+    """A label."""
+    shape = label_json(base, repo, name)
+    return {n: shape[n] for n in ("id", "name", "color", "url")} | {"description": ""}
+
+
+def _forgejo_item(base: str, repo: Repo, item: Issue) -> Json:
+    kind = "pulls" if isinstance(item, Pull) else "issues"
+    return {
+        "id": item.id,
+        "url": f"{base}/repos/{repo.full_name}/{kind}/{item.number}",
+        "number": item.number,
+        "user": forgejo_user(base, repo.accounts.user(item.user)),
+        "title": item.title,
+        "body": item.body or "",
+        "labels": [forgejo_label(base, repo, name) for name in item.labels],
+        "milestone": None,
+        "assignee": None,
+        "assignees": None,
+        "state": item.state,
+        "is_locked": False,
+        "comments": len(repo.comments_on(item.number)),
+        "html_url": f"{_forgejo_site(base)}/{repo.full_name}/{kind}/{item.number}",
+        "created_at": iso_time(item.created_at),
+        "updated_at": iso_time(item.updated_at),
+        "closed_at": _iso_or_none(item.closed_at),
+        "due_date": None,
+    }
+
+
+def forgejo_issue(base: str, repo: Repo, item: Issue) -> Json:
+    """An issue, or a pull request seen as one."""
+    request = isinstance(item, Pull) and {"merged": item.merged, "merged_at": None}
+    where = {"id": repo.id, "name": repo.name, "owner": repo.owner}
+    return _forgejo_item(base, repo, item) | {
+        "repository": where | {"full_name": repo.full_name},
+        "pull_request": request or None,
+    }
+
+
+def forgejo_pull(base: str, repo: Repo, pull: Pull) -> Json:
+    """A pull request; ``head.repo`` is null once a fork was deleted."""
+    head = _forgejo_side(base, repo, pull.head_owner, pull.head, pull.head_sha)
+    target = _base_sha(repo, pull)
+    return _forgejo_item(base, repo, pull) | {
+        "draft": pull.draft,
+        "mergeable": True,
+        "merged": pull.merged,
+        "merged_at": _iso_or_none(pull.closed_at) if pull.merged else None,
+        "merge_commit_sha": None,
+        "merged_by": None,
+        "requested_reviewers": None,
+        "merge_base": target,
+        "head": head,
+        "base": _forgejo_side(base, repo, repo.owner, pull.base, target),
+    }
+
+
+def _forgejo_side(base: str, repo: Repo, owner: str, branch: str, sha: str) -> Json:
+    shape: Json | None = forgejo_repo(base, repo)
+    number = repo.id
+    if owner != repo.owner and shape:
+        number += 500_000
+        shape |= {"id": number, "full_name": f"{owner}/{repo.name}", "fork": True}
+        if owner in repo.deleted_forks:
+            shape, branch = None, "unknown repository"
+    return {
+        "label": branch,
+        "ref": branch,
+        "sha": sha,
+        "repo_id": number,
+        "repo": shape,
+    }
+
+
+def forgejo_comment(base: str, repo: Repo, comment: Comment) -> Json:
+    """A comment; of two addresses one is empty."""
+    item = repo.item(comment.number)
+    kind = "pulls" if isinstance(item, Pull) else "issues"
+    page = f"{_forgejo_site(base)}/{repo.full_name}/{kind}/{comment.number}"
+    return {
+        "id": comment.id,
+        "html_url": f"{page}#issuecomment-{comment.id}",
+        "pull_request_url": page if kind == "pulls" else "",
+        "issue_url": page if kind == "issues" else "",
+        "user": forgejo_user(base, repo.accounts.user(comment.user)),
+        "body": comment.body,
+        "created_at": iso_time(comment.created_at),
+        "updated_at": iso_time(comment.updated_at),
+    }
+
+
+def forgejo_delivery(
+    event: str,
+    payload: Json,
+    secret: str,
+    guid: str,
+    form: bool = False,
+    brands: Sequence[str] = ("Forgejo", "Gitea", "Gogs"),
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body; the JSON is signed, also inside a form, and every brand's
+    headers are sent, GitHub's among them. Gitea's ``brands`` lack Forgejo."""
+    text = json.dumps(payload, indent=2, ensure_ascii=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    body, kind = text.encode(), "application/json"
+    hexes = {name: _mac(secret, body, name) if secret else "" for name in _MACS}
+    if form:
+        body = urllib.parse.urlencode({"payload": text}).encode()
+        kind = "application/x-www-form-urlencoded"
+    headers = {"Content-Type": kind, "User-Agent": "Go-http-client/1.1"}
+    for brand in (*brands, "GitHub"):
+        headers |= {
+            f"X-{brand}-Event": event,
+            f"X-{brand}-Event-Type": event,
+            f"X-{brand}-Delivery": guid,
+        }
+    headers |= {f"X-{brand}-Signature": hexes["sha256"] for brand in brands}
+    headers["X-Hub-Signature"] = "sha1=" + hexes["sha1"]
+    headers["X-Hub-Signature-256"] = "sha256=" + hexes["sha256"]
+    return headers, body
+
+
+_MACS = ("sha1", "sha256")
+
+
+def forgejo_payload(
+    repo: Repo,
+    number: int,
+    action: str,
+    sender: str,
+    labels: Sequence[str] | None = None,
+    told: bool = False,
+) -> Json:
+    """An `issues` delivery, or `pull_request` when the number is one.
+
+    ``label_updated`` gives the item ``labels`` and says nothing of what changed
+    unless ``told``, as Gitea does since 1.25; ``label_cleared`` takes all off and
+    lists them still."""
+    item, base = _known(repo, number), f"{repo.accounts.base}/api/v1"
+    item.updated_at = repo.accounts.clock()
+    before = list(item.labels)
+    if labels is not None:
+        repo.set_labels(number, labels, sender)
+    if action in ("closed", "reopened"):
+        item.state = "closed" if action == "closed" else "open"
+        item.closed_at = item.updated_at if action == "closed" else None
+    payload = _forgejo_envelope(repo, action, sender)
+    payload["number"] = number
+    is_pull = isinstance(item, Pull)
+    shape = forgejo_pull if is_pull else forgejo_issue
+    made = payload["pull_request" if is_pull else "issue"] = shape(
+        base,
+        repo,
+        item,  # type: ignore[arg-type]
+    )
+    if action == "label_cleared":
+        made["labels"] = [forgejo_label(base, repo, name) for name in before]
+        repo.set_labels(number, (), sender)
+    if told:
+        came = [forgejo_label(base, repo, n) for n in item.labels if n not in before]
+        went = [forgejo_label(base, repo, n) for n in before if n not in item.labels]
+        payload["changes"] = {
+            "added_labels": came or None,
+            "removed_labels": went or None,
+        }
+    return payload
+
+
+def _forgejo_envelope(repo: Repo, action: str, sender: str) -> Json:
+    base = f"{repo.accounts.base}/api/v1"
+    return {
+        "action": action,
+        "repository": forgejo_repo(base, repo),
+        "sender": forgejo_user(base, repo.accounts.user(sender)),
+    }
+
+
+def forgejo_comment_payload(
+    repo: Repo, number: int, body: str, sender: str, action: str = "created"
+) -> Json:
+    """An `issue_comment` delivery; the comment is there from then on."""
+    item, base = _known(repo, number), f"{repo.accounts.base}/api/v1"
+    comment = repo.add_comment(number, body, sender)
+    item.updated_at = comment.created_at
+    payload = _forgejo_envelope(repo, action, sender)
+    payload["issue"] = forgejo_issue(base, repo, item)
+    payload["comment"] = forgejo_comment(base, repo, comment)
+    payload["is_pull"] = isinstance(item, Pull)
+    if isinstance(item, Pull):
+        payload["pull_request"] = forgejo_pull(base, repo, item)
+    return payload
+
+
+def forgejo_review_payload(
+    repo: Repo, number: int, verdict: str, body: str, sender: str
+) -> Json:
+    """A review (approved, rejected, comment); the event is `pull_request_<verdict>`."""
+    payload = _forgejo_envelope(repo, "reviewed", sender)
+    base = f"{repo.accounts.base}/api/v1"
+    payload["number"] = number
+    payload["pull_request"] = forgejo_pull(base, repo, repo.pulls[number])
+    payload["requested_reviewer"] = payload["sender"]
+    payload["review"] = {"type": f"pull_request_review_{verdict}", "content": body}
+    return payload
+
+
+def forgejo_rows(call: Call, rows: Sequence[Json]) -> Reply:
+    """One page; how many rows that are is the server's decision in the end."""
+    query = call.request.query
+    size = min(_FORGEJO_PAGE_MAX, _number(query, "limit", 30))
+    page = max(1, _number(query, "page", 1))
+    return json_reply(
+        200,
+        rows[(page - 1) * size : page * size],
+        **{"X-Total-Count": str(len(rows))},
+    )
+
+
+@FORGEJO("GET", "/version")
+def forgejo_version(call: Call) -> Reply:
+    return json_reply(200, {"version": "13.0.0+gitea-1.22.0"})
+
+
+@FORGEJO("GET", "/user")
+def forgejo_get_user(call: Call) -> Reply:
+    user = call.data.accounts.user(call.caller)
+    return json_reply(200, forgejo_user(call.base, user))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}", "metadata:read")
+def forgejo_get_repo(call: Call) -> Reply:
+    return json_reply(200, forgejo_repo(call.base, call.repo))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/branches/{branch+}", "contents:read")
+def forgejo_get_branch(call: Call) -> Reply:
+    name = call.args["branch"]
+    sha, ruled = call.repo.branch(name), call.repo.is_protected(name)
+    if sha is None:
+        raise Refused(404, "The target couldn't be found.")
+    shape = {
+        "name": name,
+        "commit": {"id": sha, "message": ""},
+        "protected": ruled,
+        "required_approvals": 0,
+        "enable_status_check": False,
+        "status_check_contexts": [],
+        "user_can_push": not ruled or call.caller in call.repo.may_push,
+        "user_can_merge": True,
+        "effective_branch_protection_name": call.repo.rule_of(name) or "",
+    }
+    return json_reply(200, shape)
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/issues/{number}", "issues:read")
+def forgejo_get_issue(call: Call) -> Reply:
+    return json_reply(200, forgejo_issue(call.base, call.repo, call.item()))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/issues/{number}/comments", "issues:read")
+def forgejo_get_comments(call: Call) -> Reply:
+    """All at once: this list knows no pages."""
+    found = call.repo.comments_on(call.item().number)
+    return json_reply(200, [forgejo_comment(call.base, call.repo, c) for c in found])
+
+
+@FORGEJO("POST", "/repos/{owner}/{name}/issues/{number}/comments", "issues:write")
+def forgejo_post_comment(call: Call) -> Reply:
+    item = call.item()
+    body = call.text(call.body(), "body", 2**24, "Comment")
+    if not body:
+        raise Refused(422, "[Body]: Required")
+    comment = call.repo.add_comment(item.number, body, call.caller)
+    item.updated_at = comment.created_at
+    return json_reply(201, forgejo_comment(call.base, call.repo, comment))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/issues/{number}/timeline", "issues:read")
+def forgejo_get_timeline(call: Call) -> Reply:
+    """Comments and labels that came or went, oldest first."""
+    number, repo = call.item().number, call.repo
+    rows: list[tuple[float, Json]] = [
+        (c.created_at, forgejo_comment(call.base, repo, c) | {"type": "comment"})
+        for c in repo.comments_on(number)
+    ]
+    for moment in repo.label_moments:
+        if moment.number == number:
+            shape = {
+                "id": moment.id,
+                "type": "label",
+                "user": forgejo_user(call.base, repo.accounts.user(moment.user)),
+                "body": "1" if moment.added else "",
+                "created_at": iso_time(moment.at),
+                "updated_at": iso_time(moment.at),
+                "label": forgejo_label(call.base, repo, moment.label),
+            }
+            rows.append((moment.at, shape))
+    since = call.request.query.get("since", "")
+    found = [row for at, row in sorted(rows, key=_first) if iso_time(at) >= since]
+    return forgejo_rows(call, found)
+
+
+def _first(pair: tuple[float, Json]) -> float:
+    return pair[0]
+
+
+@FORGEJO("POST", "/repos/{owner}/{name}/issues/{number}/labels", "issues:write")
+def forgejo_add_labels(call: Call) -> Reply:
+    """Labels by name (newer servers) are added."""
+    item, names = call.item(), [str(n) for n in call.body().get("labels", ())]
+    call.repo.set_labels(item.number, [*item.labels, *names], call.caller)
+    found = [forgejo_label(call.base, call.repo, name) for name in item.labels]
+    return json_reply(200, found)
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/pulls", "pull_requests:read")
+def forgejo_get_pulls(call: Call) -> Reply:
+    state = call.request.query.get("state", "open")
+    found = sorted(call.repo.pulls.values(), key=lambda pull: -pull.number)
+    rows = [p for p in found if state in ("all", p.state)]
+    return forgejo_rows(call, [forgejo_pull(call.base, call.repo, p) for p in rows])
+
+
+@FORGEJO("POST", "/repos/{owner}/{name}/pulls", "pull_requests:write")
+def forgejo_post_pull(call: Call) -> Reply:
+    shape, repo = call.body(), call.repo
+    title = call.text(shape, "title", 255, "PullRequest")
+    head, base = str(shape.get("head")), str(shape.get("base"))
+    if not title:
+        raise Refused(422, "[Title]: Required")
+    if repo.branch(head) is None or repo.branch(base) is None:
+        raise Refused(404, "The target couldn't be found.")
+    standing = [(p.head, p.head_owner, p.base, p.state) for p in repo.pulls.values()]
+    if (head, repo.owner, base, "open") in standing:
+        raise Refused(409, "pull request already exists for these targets")
+    body = call.text(shape, "body", 2**24, "PullRequest")
+    pull = repo.open_pull(head, title, body, base, user=call.caller)
+    return json_reply(201, forgejo_pull(call.base, repo, pull))
+
+
+@FORGEJO("GET", "/repos/{owner}/{name}/pulls/{number}", "pull_requests:read")
+def forgejo_get_pull(call: Call) -> Reply:
+    return json_reply(200, forgejo_pull(call.base, call.repo, call.pull()))
+
+
+@FORGEJO("PATCH", "/repos/{owner}/{name}/pulls/{number}", "pull_requests:write")
+def forgejo_patch_pull(call: Call) -> Reply:
+    pull, shape = call.pull(), call.body()
+    pull.title = call.text(shape, "title", 255, "PullRequest") or pull.title
+    pull.updated_at = call.data.accounts.clock()
+    if shape.get("state") == "closed":
+        call.repo.close(pull)
+    return json_reply(201, forgejo_pull(call.base, call.repo, pull))
+
+
+@FORGEJO(
+    "GET", "/repos/{owner}/{name}/collaborators/{login}/permission", "metadata:read"
+)
+def forgejo_get_permission(call: Call) -> Reply:
+    repo, login = call.repo, call.args["login"]
+    if login != call.caller and repo.collaborators.get(call.caller) != "admin":
+        raise Refused(403, "Only admins can query all permissions")
+    user = call.data.accounts.users.get(login)
+    if user is None:
+        raise Refused(404, f"user does not exist [uid: 0, name: {login}]")
+    role = repo.collaborators.get(login, "none" if repo.private else "read")
+    held = "owner" if login == repo.owner else _FORGEJO_ROLES.get(role, role)
+    shape = {
+        "permission": held,
+        "role_name": held,
+        "user": forgejo_user(call.base, user),
+    }
+    return json_reply(200, shape)
+
+
+class FakeForgejo(FakeForge):
+    """A Forgejo at the root and, the same one, under the sub-path /forge."""
+
+    kind = "forgejo"
+    routes = FORGEJO
+    api_prefixes = ("/api/v1", "/forge/api/v1")
+    git_path = re.compile(
+        r"(/forge)?/(?P<owner>[^/]+)/(?P<name>[^/]+?)(\.git)?"
+        r"/(?P<operation>info/refs|git-upload-pack|git-receive-pack)"
+    )
+    realm = "Gitea"
+
+    def create_repo(self, full_name: str, *rest: Any, **fields: Any) -> Repo:
+        """As on any forge; whoever holds a token of this forge administers it, as
+        the account that asks for permissions must."""
+        repo = super().create_repo(full_name, *rest, **fields)
+        for token in self.data.tokens.values():
+            repo.collaborators.setdefault(token.login, "admin")
+        return repo
+
+    def label(
+        self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issues`` delivery, action ``label_updated``."""
+        labels = [*_known(repo, number).labels, label]
+        payload = forgejo_payload(repo, number, "label_updated", login, labels)
+        return forgejo_delivery("issues", payload, secret, guid)
+
+    def refused(self, refusal: Refused) -> Reply:
+        """An error in Forgejo's shape."""
+        shape = {"message": refusal.message, "url": f"{self.url}/api/swagger"}
+        return json_reply(refusal.status, shape)
+
+    def admit(self, call: Call, needs: str) -> None:
+        """Raise 401 without a valid token, 403 or 404 as `_check_permission` says."""
+        if call.token is None:
+            raise Refused(401, "invalid username, password or token")
+        if call.full_name:
+            _check_permission(call, call.token, needs)
 
 
 # ---------------------------------------------------------------------------
@@ -3710,6 +4402,10 @@ class ProcessBox:
             comment=texts[1],
         )
         return ended
+
+    def transcript(self) -> bytes | None:
+        """None: the scripted agent keeps no session."""
+        return None
 
     def log(self) -> bytes:
         """The runner's stdout."""

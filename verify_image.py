@@ -204,12 +204,15 @@ def check_gate(probe: Probe) -> str:
     return "answers, and refuses a stranger"
 
 
-#: Runs the image's pi with the extension against a provider of a few lines on
-#: loopback, and prints the names of the tools that pi declared to it.
-_FORK_JOIN_PROBE = """
-import http.server, json, os, subprocess, threading
+#: A provider, and a gate, of a few lines on loopback; `told` prints the names of the
+#: tools that pi declared to it.
+_PROVIDER = """
+import http.server, json, os, pathlib, subprocess, threading, time
 asked = []
 class Provider(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
     def do_POST(self):
         asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
         self.send_response(400)
@@ -220,19 +223,57 @@ class Provider(http.server.BaseHTTPRequestHandler):
         pass
 server = http.server.HTTPServer(("127.0.0.1", 0), Provider)
 threading.Thread(target=server.serve_forever, daemon=True).start()
+url = f"http://127.0.0.1:{server.server_port}"
+row = {"baseUrl": url + "/v1", "apiKey": "x",
+    "api": "openai-completions", "models": [{"id": "m"}]}
+models = {"providers": {"probe": row}}
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": 60}
+def told():
+    print(*(tool["function"]["name"] for tool in asked[0]["tools"]) if asked else [])
+"""
+
+#: Runs the image's pi with the extension.
+_FORK_JOIN_PROBE = (
+    _PROVIDER
+    + """
 agent = os.path.expanduser("~/.pi/probe")
 os.makedirs(agent, exist_ok=True)
-row = {"baseUrl": f"http://127.0.0.1:{server.server_port}/v1", "apiKey": "x",
-    "api": "openai-completions", "models": [{"id": "m"}]}
 with open(agent + "/models.json", "w") as file:
-    json.dump({"providers": {"probe": row}}, file)
+    json.dump(models, file)
 command = ["pi", "-p", "--mode", "json", "--no-session", "--no-approve",
     "--no-extensions", "-e", "/opt/pi-dispatch/fork-join/src/index.ts"]
-subprocess.run([*command, "--model", "probe/m"], input=b"hi", timeout=60,
-    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+subprocess.run([*command, "--model", "probe/m"], input=b"hi", **quiet,
     env={**os.environ, "PI_CODING_AGENT_DIR": agent})
-print(*(tool["function"]["name"] for tool in asked[0]["tools"]) if asked else [])
+told()
 """
+)
+
+#: Runs a job that excludes a tool through the image's own runner; the provider's
+#: refusal ends it.
+_EXCLUDE_PROBE = (
+    _PROVIDER
+    + """
+root = pathlib.Path("/tmp/probe-exclude")
+places = {n: root / n for n in ("job", "workspace", "outbox", "home")}
+for place in places.values():
+    place.mkdir(parents=True)
+job = {"version": 1, "jobId": "probe", "attempt": 1, "base": None, "branch": None,
+    "target": {"type": "local", "number": 0}, "requestRef": None, "requestSha": None,
+    "flow": None, "provider": "probe", "model": "m", "models": models,
+    "gate": {"url": url, "token": "x"}, "maxTurns": 1, "maxTokens": None,
+    "deadline": int(time.time()) + 60, "excludeTools": ["bash", "edit"],
+    "forkJoin": False, "publish": "host", "session": None,
+    "git": {"name": "probe", "email": "probe@localhost"}}
+(places["job"] / "job.json").write_text(json.dumps(job))
+(places["job"] / "event.json").write_text("{}")
+(places["job"] / "prompt.md").write_text("hi")
+command = ["python3", "-I", "/opt/pi-dispatch/runner.py"]
+for name, place in places.items():
+    command += ["--" + name, str(place)]
+subprocess.run(command, **quiet)
+told()
+"""
+)
 
 
 def check_fork_join(probe: Probe) -> str:
@@ -250,11 +291,16 @@ def check_fork_join(probe: Probe) -> str:
 
 
 def check_exclude_tools(probe: Probe) -> str:
+    """The runner must pass the list on, and pi must then offer none of it."""
     claimed(probe, "excludeTools")
-    usage = probe.must("pi", "--help", why="pi does not run")
-    if "--exclude-tools" not in usage:
-        raise Lie("excludeTools is claimed, but this pi cannot exclude tools")
-    return "pi takes --exclude-tools"
+    output = probe.must("python3", "-c", _EXCLUDE_PROBE, why="the runner does not run")
+    offered = set(output.split())
+    if "read" not in offered:
+        raise Lie("excludeTools is claimed, but the runner brings pi to no model call")
+    if left := offered & {"bash", "edit"}:
+        named = ", ".join(sorted(left))
+        raise Lie(f"excludeTools is claimed, but {named} is offered although excluded")
+    return "what is excluded is not offered to the model"
 
 
 def check_forges(probe: Probe) -> str:
@@ -285,7 +331,7 @@ CHECKS: tuple[tuple[str, str, Callable[[Probe], str]], ...] = (
     ("replicas", "the rules leave the branch to the prompt", check_replicas),
     ("gate", "the gate answers and refuses", check_gate),
     ("forkJoin", "pi registers fork_join from the extension", check_fork_join),
-    ("excludeTools", "pi can exclude tools", check_exclude_tools),
+    ("excludeTools", "excluded tools are not offered", check_exclude_tools),
     ("forges", "the CLI of each named forge is there", check_forges),
 )
 

@@ -1,6 +1,7 @@
 // Writes pi's own model catalogue in the shape the dispatcher reads it: per provider
 // its base URL and its chat models with style (api), limits and prices in USD per
-// million tokens. A model whose base URL is not its provider's carries its own.
+// million tokens. A model whose base URL is not its provider's carries its own; one that
+// has no prices gets none, which is not the same as being free.
 import {
   getBuiltinModels,
   getBuiltinProviders,
@@ -15,11 +16,11 @@ function commonest(urls) {
 
 function entry(model, providerUrl) {
   const { id, api, baseUrl, contextWindow, maxTokens } = model;
-  const cost = Object.fromEntries(
-    PRICES.map((price) => [price, model.cost?.[price] ?? 0]),
-  );
+  const cost = model.cost && {
+    cost: Object.fromEntries(PRICES.map((it) => [it, model.cost[it] ?? 0])),
+  };
   const own = baseUrl === providerUrl ? {} : { baseUrl };
-  return { id, api, contextWindow, maxTokens, cost, ...own };
+  return { id, api, contextWindow, maxTokens, ...cost, ...own };
 }
 
 const catalogue = {};

@@ -746,6 +746,7 @@ class Ledger:
         self._forks: dict[str, Sum] = {}
         self._open: list[Call] = []
         self._chatter = 0
+        self._told_spent = False
 
     def exhausted(self) -> bool:
         """Whether the budget is gone, with what calls in flight are known to have used:
@@ -791,7 +792,13 @@ class Ledger:
 
     def refused(self, refusal: Refused) -> None:
         host = self._harmless(refusal.host)
-        self._chat({"event": "refused", "reason": refusal.reason, "host": host})
+        line: dict[str, object] = {"event": "refused", "reason": refusal.reason}
+        line["host"] = host
+        if refusal.reason == "budget" and not self._told_spent:
+            self._told_spent = True  # it ends the job, so no chatter may hide it
+            self._emit(line)
+        else:
+            self._chat(line)
 
     def connected(self, host: str, port: int) -> None:
         self._chat({"event": "connect", "host": host, "port": port})

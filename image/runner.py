@@ -72,6 +72,7 @@ STDERR_KEPT = 8192  # bytes of pi's stderr kept for the verdict
 LEFTOVER_FILE_MAX = 50 << 20  # bytes; forges refuse files of 100 MB
 LEFTOVER_TOTAL_MAX = 200 << 20  # bytes of untracked files kept in all
 SMALL_FILE = 8 << 20  # bytes read from a file the agent may have written
+SESSION_MAX = 8 << 20  # bytes of a session worth handing out; the host takes no more
 
 SHA = re.compile(r"[0-9a-f]{40}")
 
@@ -115,6 +116,11 @@ class Places:
     @property
     def fork_join(self) -> Path:
         return self.rules / "fork-join" / "src" / "index.ts"
+
+    @property
+    def session(self) -> Path:
+        """Where pi keeps the session of a run that has one."""
+        return self.home / ".pi" / "session.jsonl"
 
     @property
     def keep(self) -> Path:
@@ -197,6 +203,7 @@ class Job:
     deadline: int
     exclude_tools: tuple[str, ...]
     fork_join: bool
+    session: str | None  # "new", "resumed", or none is kept
     name: str
     email: str
 
@@ -261,6 +268,12 @@ def _tools(source: object) -> tuple[str, ...]:
     return tuple(tools)
 
 
+def _session(source: object) -> str | None:
+    if _node(source, "session") is None:
+        return None
+    return _text(source, "session", "new|resumed")
+
+
 def _flow(source: object, target: str) -> str | None:
     if target == "local" and _node(source, "flow") is None:
         return None
@@ -286,8 +299,6 @@ def read_job(path: Path) -> Job:
         if key not in source:
             raise policy(f"job.json: no {key}")
     target = _text(source, "target.type", "issue|pull_request|local")
-    if _node(source, "session") is not None:
-        raise policy("job.json: session is not supported")
     return Job(
         job_id=_text(source, "jobId"),
         target=target,
@@ -304,6 +315,7 @@ def read_job(path: Path) -> Job:
         deadline=_number(source, "deadline"),
         exclude_tools=_tools(source),
         fork_join=_value(source, "forkJoin", bool),
+        session=_session(source),
         name=_text(source, "git.name"),
         email=_text(source, "git.email"),
     )
@@ -371,6 +383,8 @@ def check_files(job: Job, places: Places) -> None:
         _check_clone(places)
     if job.flow and not (places.job / "skill" / job.flow / "SKILL.md").is_file():
         raise Refused("flow-not-found", f"skill/{job.flow} has no SKILL.md")
+    if job.session == "resumed":
+        _readable(places.job / "session.jsonl")
     _check_rules(places.hard_rules)
 
 
@@ -573,6 +587,8 @@ def write_home(job: Job, places: Places) -> None:
         path = directory / f"{file}.json"
         path.touch(0o600)
         path.write_text(json.dumps(content))
+    if job.session == "resumed":
+        shutil.copyfile(places.job / "session.jsonl", places.session)
 
 
 def agent_directory(places: Places) -> Path:
@@ -817,7 +833,8 @@ def pi_command(job: Job, places: Places) -> list[str]:
     command += ["--no-skills"]
     if job.flow:
         command += ["--skill", str(places.job / "skill" / job.flow)]
-    command += ["--append-system-prompt", str(places.hard_rules), "--no-session"]
+    command += ["--append-system-prompt", str(places.hard_rules)]
+    command += ["--session", str(places.session)] if job.session else ["--no-session"]
     command += ["--model", f"{job.provider}/{job.model}"]
     if job.exclude_tools:
         command += ["--exclude-tools", ",".join(job.exclude_tools)]
@@ -1426,11 +1443,25 @@ def collect(job: Job, places: Places, limit: Limit) -> int:
 
 
 def _clear(path: Path) -> None:
-    """The bundle's name belongs to the runner, whatever the agent put there."""
+    """A name in the outbox belongs to the runner, whatever the agent put there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def hand_out_session(job: Job, places: Places) -> None:
+    """Put pi's session beside the bundle, if the run had one that can be read."""
+    target = places.outbox / "session.jsonl"
+    if job.session is None:
+        return
+    _clear(target)
+    with contextlib.suppress(OSError):
+        found = os.open(places.session, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(found, "rb") as source:
+            content = source.read(SESSION_MAX + 1)
+        if len(content) <= SESSION_MAX:
+            target.write_bytes(content)
 
 
 # ======================================================================================
@@ -1466,6 +1497,8 @@ def work(job: Job, places: Places, tally: Tally, out: Out, stop: Stop) -> Exit:
             commits = collect(job, places, limit)
         except Trouble as error:
             verdict = lost(verdict, error)
+    if verdict.code == 0:
+        hand_out_session(job, places)
     return Exit(verdict, commits)
 
 

@@ -67,7 +67,7 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of the machine reaches a test."""
     for name in list(os.environ):
         if name.startswith(
-            ("PI_", "GITHUB_", "WEBHOOK_", "POLL_", "PANEL_")
+            ("PI_", "GITHUB_", "FORGEJO_", "WEBHOOK_", "POLL_", "PANEL_")
         ) or name.endswith("_API_KEY"):
             monkeypatch.delenv(name)
 

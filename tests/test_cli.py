@@ -333,7 +333,7 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         assert serving.wait(20) == 0, told
     events = [json.loads(line) for line in told if line.startswith("{")]
     assert events[0]["event"] == "not-in-this-version"
-    assert "PI_PANEL_PORT" in events[0]["what"]
+    assert "PI_ON_FAILURE" in events[0]["what"]
     assert "canary-secret" not in "".join(told)
 
 
@@ -489,49 +489,69 @@ def test_triggers_try_checks_a_signature_only_with_a_secret(folder: Path) -> Non
     assert cli(*arguments, "other").exit_code == 2
 
 
+#: Of each forge: its request actions, and those of its labels that a rule names.
+WANTED = {
+    "github": ("opened", "synchronize", "reopened", "review_submitted"),
+    "forgejo": ("opened", "synchronized", "reopened"),
+}
+NAMED = {"forgejo": ("bug",)}
+
+
 def manifest() -> list[dict[str, Any]]:
     try:
         rows = json.loads((PAYLOADS / "manifest.json").read_text("utf-8"))
     except OSError:
         return []
-    return [row for row in rows if row["forge"] == "github"]
+    return [row for row in rows if row["forge"] in WANTED]
 
 
 @pytest.fixture(scope="module")
-def one_rule_a_type(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with one rule of each type."""
+def one_rule_a_type(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A file for each forge, with one rule of each type."""
     root = tmp_path_factory.mktemp("rules")
     subprocess.run(["git", "init", "-q", str(root)], check=True)
-    forge = {"kind": "github", "flow": "review"}
     local = {"kind": "local", "flow": "tidy", "folder": str(root), "task": "tidy"}
     labels = [row["expect"].get("label_event") for row in manifest()]
     names = sorted({label for label in labels if label})
-    actions = ["opened", "synchronize", "reopened", "review_submitted"]
-    rules = [
-        {"on": {"type": "label", "any": names or ["x"]}, "run": forge},
-        {"on": {"type": "comment", "phrase": "@pi"}, "run": forge},
-        {"on": {"type": "pull_request", "action": actions}, "run": forge},
-        {"on": {"type": "issue", "action": ["closed"]}, "run": forge},
-        {"on": {"type": "cron", "id": "c", "pattern": "0 3 * * *"}, "run": local},
-    ]
-    path = root / "triggers.json"
-    path.write_text(json.dumps({"triggers": rules}))
-    return str(path)
+    files = {}
+    for kind, actions in WANTED.items():
+        forge = {"kind": kind, "flow": "review"}
+        named = [*NAMED.get(kind, names)] or ["x"]
+        close = pidispatch.FORGES[kind].close_word
+        rules = [
+            {"on": {"type": "label", "any": named}, "run": forge},
+            {"on": {"type": "comment", "phrase": "@pi"}, "run": forge},
+            {"on": {"type": "pull_request", "action": actions}, "run": forge},
+            {"on": {"type": "issue", "action": [close]}, "run": forge},
+            {"on": {"type": "cron", "id": "c", "pattern": "0 3 * * *"}, "run": local},
+        ]
+        path = root / f"{kind}.json"
+        path.write_text(json.dumps({"triggers": rules}))
+        files[kind] = str(path)
+    return files
 
 
 #: What each kind of payload must come to, as far as the kind decides it.
-RULE_OF_KIND = {"issue_labelled": 0, "pr_opened": 2, "pr_reopened": 2, "pr_review": 2}
+RULE_OF_KIND = {
+    "github": {
+        "issue_labelled": 0,
+        "pr_opened": 2,
+        "pr_reopened": 2,
+        "pr_review": 2,
+    },
+    "forgejo": {"issue_labelled": 0, "pr_opened": 2, "pr_updated": 2},
+}
 SILENT = ("ignore", "ping", "issue_opened", "issue_reopened")
 
 
 @pytest.mark.skipif(not manifest(), reason="the stored real payloads are not here")
 @pytest.mark.parametrize("row", manifest(), ids=lambda row: row["file"])
 def test_try_agrees_with_what_real_payloads_should_be_seen_as(
-    row: dict[str, Any], one_rule_a_type: str
+    row: dict[str, Any], one_rule_a_type: dict[str, str]
 ) -> None:
-    path = str(PAYLOADS / row["file"])
-    event = ["--event", row["event"]]
-    trial = printed("triggers try", "github", path, one_rule_a_type, *event)
+    forge, path = row["forge"], str(PAYLOADS / row["file"])
+    event, rules = ["--event", row["event"]], RULE_OF_KIND[row["forge"]]
+    trial = printed("triggers try", forge, path, one_rule_a_type[forge], *event)
     expect = row["expect"]
     number = expect.get("number")
     kind = "pull_request" if expect.get("is_pr") else "issue"
@@ -540,13 +560,14 @@ def test_try_agrees_with_what_real_payloads_should_be_seen_as(
     assert trial["repo"] == expect.get("repo")
     assert trial["actor"] == str(expect["actor_id"])
     assert trial["target"] == (number and {"type": kind, "number": number})
-    assert (trial["rule"] is None) or row["kind"] in RULE_OF_KIND
+    assert (trial["rule"] is None) or row["kind"] in rules
     if row["kind"] in SILENT:
         assert trial["rule"] is None
         assert trial["reason"] in pidispatch.DROP_REASONS
         assert trial["jobs"] == []
     else:
-        assert trial["rule"] == RULE_OF_KIND.get(row["kind"])
+        assert trial["rule"] == rules.get(row["kind"])
+        assert trial["authority"] != "payload" or forge == "github"
 
 
 # -- runs, show, logs, status -------------------------------------------------
@@ -777,11 +798,8 @@ def test_doctor_finds_nothing_wrong_on_a_machine_that_is_ready(
     assert "canary" not in result.output
 
 
-CRON = {
-    "on": {"type": "cron", "id": "n", "pattern": "0 3 * * *"},
-    "run": {"kind": "local", "flow": "tidy", "task": "t", "folder": "."},
-}
 GITLAB = {"on": RULES[0]["on"], "run": {"kind": "gitlab", "flow": "fix-issue"}}
+RUN = {"kind": "github", "flow": "fix-issue"}
 
 #: One thing wrong, then doctor's line about it. ✗ is exit 1, ⚠ alone is exit 0.
 FAULTS: list[tuple[str, dict[str, str | None], str]] = [
@@ -796,7 +814,8 @@ FAULTS: list[tuple[str, dict[str, str | None], str]] = [
     ("bad rules", {}, "✗ triggers: triggers.json: line 1, column 1: not JSON"),
     ("no rule", {}, "⚠ triggers: 0 rules"),
     ("other forge", {}, "✗ gitlab: rules name gitlab, which is not served"),
-    ("not yet", {}, "⚠ triggers: triggers[1]: in this version resume is refused"),
+    ("not yet", {}, "⚠ triggers: triggers[1]: in this version publish: agent is"),
+    ("no sessions", {}, "✗ sessions: triggers[1]: `resume` without PI_SESSIONS_DIR"),
     ("no secret", {"WEBHOOK_SECRET": None}, "✗ forges: no forge is served"),
     ("no token", {"GITHUB_PAT": None}, "✗ github: deliveries are taken, but there is"),
     ("wrong token", {"GITHUB_PAT": "x"}, "✗ github: github: cannot read our own"),
@@ -831,9 +850,9 @@ def spoil(name: str, folder: Path, paper: PaperEngine) -> None:
     rules: dict[str, Any] = {
         "no rule": [],
         "other forge": [*RULES, GITLAB],
-        "not yet": [*RULES, {**RULES[0], "run": {**GITLAB["run"], "resume": True}}],
+        "not yet": [*RULES, {**RULES[0], "run": {**RUN, "publish": "agent"}}],
+        "no sessions": [*RULES, {**RULES[0], "run": {**RUN, "resume": True}}],
     }
-    rules["not yet"][-1]["run"]["kind"] = "github"
     if name in rules:
         (folder / "triggers.json").write_text(json.dumps({"triggers": rules[name]}))
     if name == "bad rules":

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -325,6 +326,36 @@ def test_pygithub_reads_what_is_there(hub: Repository, repo: Repo) -> None:
     issue = hub.get_issue(7)
     assert (issue.title, issue.body, issue.user.login) == ("It breaks", "Look", "octo")
     assert [label.name for label in issue.get_labels()] == ["bug"]
+
+
+def test_pygithub_reads_what_happened(hub: Repository, repo: Repo) -> None:
+    """What polling asks for: events, comments, requests, reviews, pushes."""
+    demo.labeled_payload(repo, 7, "pi:fix", "octo")
+    demo.item_payload(repo, 7, "closed", "octo")
+    newest, oldest = hub.get_issues_events()
+    assert (newest.event, oldest.event) == ("closed", "labeled")
+    assert (oldest.label.name, oldest.actor.login) == ("pi:fix", "octo")
+    assert (oldest.issue.number, newest.issue.state) == (7, "closed")
+    first = repo.add_comment(7, "one", "octo")
+    second = repo.add_comment(7, "two", "octo")
+    first.created_at = first.updated_at = second.created_at - 100
+    down: Any = {"sort": "created", "direction": "desc"}
+    assert [c.body for c in hub.get_issues_comments(**down)] == ["two", "one"]
+    since = datetime.fromtimestamp(second.created_at - 50, UTC)
+    found = hub.get_issues_comments(since=since, **down)
+    assert [(c.body, c.issue_url[-9:]) for c in found] == [("two", "/issues/7")]
+    pull = repo.open_pull("topic", files={"a": "b"})
+    demo.review_payload(repo, pull.number, "changes_requested", "No", "octo")
+    (review,) = hub.get_pull(pull.number).get_reviews()
+    assert (review.state, review.body) == ("CHANGES_REQUESTED", "No")
+    assert (review.user.login, review.commit_id) == ("octo", pull.head_sha)
+    before, after = pull.head_sha, repo.commit("topic", {"a": "c"})
+    listed = hub.get_pulls(state="all", sort="updated", direction="desc")
+    assert [(p.number, p.head.sha) for p in listed] == [(pull.number, after)]
+    path = f"{hub.url}/activity"
+    _, rows = hub._requester.requestJsonAndCheck("GET", path, {"ref": "topic"})
+    assert [(row["before"], row["after"]) for row in rows] == [(before, after)]
+    assert [row["activity_type"] for row in rows] == ["push"]
 
 
 def test_pygithub_opens_finds_edits_and_closes_a_request(

@@ -23,8 +23,10 @@ import pytest
 from conftest import FakeClock, Maker
 from hypothesis import given
 from hypothesis import strategies as st
+from world import World, world
 
 import pidispatch
+import pidispatch_demo as demo
 from pidispatch import BoxExit, Refused, Result
 
 CAPS = pidispatch.Caps(25, None, None, "UTC")
@@ -33,6 +35,7 @@ CAPS = pidispatch.Caps(25, None, None, "UTC")
 # -- the verdict ----------------------------------------------------------------
 
 DONE = Result(0, None, 3, 1)
+PAID = pidispatch.Tokens(1, 1, 0, 0, 2, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,11 @@ DONE = Result(0, None, 3, 1)
         (BoxExit(code=137), None, ("failed", "unexpected-exit")),
         (BoxExit(code=None), None, ("failed", "lost")),
         (BoxExit(code=143), None, ("failed", "unexpected-exit")),
+        (BoxExit(code=127), None, ("unstarted", None)),
+        (BoxExit(code=126), None, ("unstarted", None)),
+        (BoxExit(code=125), None, ("unstarted", None)),
+        (BoxExit(code=127, result=DONE), None, ("failed", "unexpected-exit")),
+        (BoxExit(code=127, tokens=PAID), None, ("failed", "unexpected-exit")),
         (
             BoxExit(code=0, result=DONE, budget_spent=True),
             None,
@@ -115,12 +123,20 @@ def test_the_last_running_total_counts_and_noise_is_no_matter() -> None:
 
 
 def test_forks_are_summed_and_a_spent_budget_is_seen() -> None:
-    rows = {"c/a": {"total": 5, "cost": 0.1}, "c/b": {"total": 7, "cost": None}}
+    rows = {"c/a": {"total": 5, "cost": 0.1}, "c/b": {"total": 7, "cost": 0.0}}
     refused = json.dumps({"event": "refused", "reason": "budget"})
     tokens, forks, spent = pidispatch.meter_of([call(1, 12, **rows), refused])
     assert tokens
     assert forks == pidispatch.Forks(2, 12, 0.1)
     assert spent
+
+
+def test_a_cost_without_one_of_its_prices_is_no_cost_rather_than_too_low() -> None:
+    rows = {"c/a": {"total": 5, "cost": 0.1}, "c/b": {"total": 7, "cost": None}}
+    _, forks, _ = pidispatch.meter_of([call(1, 12, **rows)])
+    assert forks == pidispatch.Forks(2, 12, None)
+    free = {"c/a": {"total": 5, "cost": 0.0}}
+    assert pidispatch.meter_of([call(1, 5, **free)])[1] == pidispatch.Forks(1, 5, 0.0)
 
 
 def test_a_gate_that_was_started_again_adds_to_its_first_life() -> None:
@@ -195,6 +211,9 @@ class FakeBox:
     def collect(self, into: Path) -> BoxExit:
         return self.engine.exits.pop(0)
 
+    def transcript(self) -> bytes | None:
+        return self.engine.transcript
+
     def log(self) -> bytes:
         return b"line\n" * 3
 
@@ -215,6 +234,7 @@ class FakeEngine:
     ends: threading.Event = field(default_factory=threading.Event)
     models: dict[str, Any] = field(default_factory=dict)
     gate_stands: bool = True
+    transcript: bytes | None = None
     waited: Callable[[], object] = lambda: None
 
     def image(self, tag: str) -> pidispatch.Image | None:
@@ -249,7 +269,7 @@ class FakeForge:
         self.asked += 1
         if self.token_error:
             raise self.token_error
-        return pidispatch.Credential("x", "y")
+        return pidispatch.Credential("x", "forge-secret")
 
     def clone_url(self, repo: str) -> str:
         return f"http://forge/{repo}.git"
@@ -376,7 +396,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("provider", {"provider": "nobody"}, {}, "provider-unconfigured"),
     ("key", {"provider": "openai"}, {}, "provider-unconfigured"),
-    ("resume", {"resume": True}, {}, "not-in-this-version"),
+    ("resume", {"resume": True}, {}, "sessions-dir-unset"),
     ("agent", {"publish": "agent"}, {}, "not-in-this-version"),
     (
         "model",
@@ -517,13 +537,14 @@ SCENES: dict[str, dict[str, Scene]] = {
         "job-image-replicas-unsupported": images(image("gate")),
         "job-image-exclude-tools-unsupported": Scene(run={"excludeTools": ("bash",)}),
     },
-    "version": {"not-in-this-version": Scene(run={"resume": True})},
+    "version": {"not-in-this-version": Scene(run={"publish": "agent"})},
     "provider": {
         "provider-unconfigured": Scene(run={"provider": "nobody"}),
         "model-unknown": Scene(no_models),
     },
     "gate image": {"gate-image-missing": Scene.cap(gate_image="other")},
     "caps, a look": CAP_SCENES,
+    "session": {"sessions-dir-unset": Scene(run={"resume": True})},
     "token": {"forge-token-unavailable": Scene(no_token)},
     "box": {},
     "workspace": {
@@ -955,6 +976,7 @@ def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
         "provider",
         "gate image",
         "caps, a look",
+        "session",
         "token",
         "box",
         "workspace",
@@ -1003,11 +1025,13 @@ def test_every_reason_that_is_written_stands_in_the_vocabulary() -> None:
     """A record holds fixed words only: no reason is made up along the way."""
     known = {*pidispatch.REFUSALS, *pidispatch.PUBLISH_REFUSALS}
     known |= {*pidispatch.END_REASONS, *pidispatch.DROP_REASONS}
+    known |= {*pidispatch.SESSION_REASONS}
     written = set()
     for node in ast.walk(ast.parse(Path(pidispatch.__file__).read_text())):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
-        place = {"Refused": 0, "Drop": 0, "Verdict": 1}.get(node.func.id)
+        places = {"Refused": 0, "Drop": 0, "Verdict": 1, "SessionNote": 1}
+        place = places.get(node.func.id)
         if place is None or len(node.args) <= place:
             continue
         word = node.args[place]
@@ -1362,6 +1386,22 @@ def test_a_token_left_by_a_killed_git_is_swept_while_we_run(tmp_path: Path) -> N
     assert (left.exists(), fresh.exists()) == (False, True)
 
 
+@pytest.mark.parametrize(("days", "kept"), [(7, ["new"]), (0, ["new", "old"])])
+def test_captured_logs_are_swept_by_age_unless_that_is_off(
+    tmp_path: Path, days: int, kept: list[str]
+) -> None:
+    """T45."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    now = time.time()
+    for name, age in (("old", 8), ("new", 6)):
+        (folder / name).write_text("line\n")
+        os.utime(folder / name, (now - age * pidispatch.DAY,) * 2)
+    settings = pidispatch.Settings(state_dir=tmp_path, log_retention_days=days)
+    pidispatch.sweep_files(settings, now)
+    assert sorted(path.name for path in folder.iterdir()) == kept
+
+
 def test_a_run_whose_gate_is_lost_is_stopped_and_retried_once(bench: Bench) -> None:
     bench.engine.ends.clear()
     bench.engine.gate_stands = False
@@ -1373,3 +1413,78 @@ def test_a_run_whose_gate_is_lost_is_stopped_and_retried_once(bench: Bench) -> N
     [run] = bench.work()
     assert (run.state, run.reason) == ("failed", "gate-lost")
     assert bench.used() == 2
+
+
+def test_a_limited_target_is_told_once_an_hour_however_often_telling_fails(
+    tmp_path: Path,
+) -> None:
+    """The loop guard: dropped whole, said once, and taken again after the hour."""
+    clock = FakeClock()
+    with world(tmp_path, clock=clock) as w:
+        on = {"type": "comment", "phrase": "@pi"}
+        w.rules(
+            {"replicas": 2}, {"on": on, "run": {"kind": "github", "flow": "review"}}
+        )
+        w.change(target_hourly=1)
+        w.repo.accounts.clock = clock
+        w.start()
+
+        def ask(text: str) -> str:
+            payload = demo.comment_payload(w.repo, 7, f"@pi {text}", "maintainer")
+            answer = w.post("issue_comment", payload)[1]
+            return str(answer.get("reason") or answer["status"])
+
+        def said() -> list[str]:
+            return [text for text in w.comments() if "**rate-limited**" in text]
+
+        w.wait(w.label())
+        posts = "/issues/7/comments"
+        w.forge.fail_next("POST", posts, status=503, times=2)
+        w.forge.fail_next("POST", posts, status=502, moment="after")
+        assert [ask(str(n)) for n in range(3)] == ["rate-limited"] * 3
+        for tries in range(1, 4):
+            w.wait_for(lambda n=tries: waiting(w) == [n])
+            clock.pass_(pidispatch.PUBLISH_WAIT_MAX)
+        w.wait_for(lambda: waiting(w) == [])
+        assert len(said()) == 1
+        assert "octo/spoon#7 has had its 1 deliveries" in said()[0]
+        assert len(w.store.runs(9)) == 2
+        clock.pass_(3600)
+        assert ask("again") == "queued"
+        clock.pass_(pidispatch.WINDOW_SECONDS)
+        assert ask("and again") == "rate-limited"
+        w.wait_for(lambda: len(said()) == 2)
+        w.wait([run.id for run in w.store.runs(1)])
+
+
+def waiting(w: World) -> list[int]:
+    """How often each comment that is still to be made was tried."""
+    rows = w.store._rows("SELECT tries FROM limited WHERE payload IS NOT NULL")
+    return [row["tries"] for row in rows]
+
+
+def test_a_limit_is_of_one_forges_target_alone(
+    store: pidispatch.Store, maker: Maker
+) -> None:
+    for kind, wanted in (("github", "queued"), ("forgejo", "queued")):
+        delivery = maker.delivery(forge=kind)
+        rule = maker.rule(kind=kind)
+        match = pidispatch.Match(rule, rule.run.flow, "pi:urgent")
+        jobs = pidispatch.fan_out(match, delivery.event)
+        assert store.admit(delivery, jobs, 1).status == wanted
+    assert store.due_limited() == []
+
+
+def test_a_comment_that_the_forge_refuses_is_not_tried_for_ever(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        w.change(target_hourly=1)
+        w.start()
+        w.wait(w.label())
+        w.forge.fail_next("POST", "/issues/7/comments", status=410, times=9)
+        on = {"type": "comment", "phrase": "@pi"}
+        w.rules({"on": on, "run": {"kind": "github", "flow": "review"}})
+        w.wait_for(lambda: w.service and w.service.triggers.rules[0].on.phrase)
+        said = demo.comment_payload(w.repo, 7, "@pi", "maintainer")
+        assert w.post("issue_comment", said)[1]["reason"] == "rate-limited"
+        w.wait_for(lambda: waiting(w) == [])
+        assert not [text for text in w.comments() if "rate-limited" in text]

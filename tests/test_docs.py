@@ -27,7 +27,7 @@ UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 README = ROOT / "README.md"
 PAGES = (
     README,
-    *(ROOT / name for name in ("SECURITY.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 )
 

@@ -2007,6 +2007,10 @@ def test_lines_beside_the_meter_stop_before_they_fill_a_log() -> None:
     for _ in range(gate.MAX_CHATTER + 100):
         ledger.refused(gate.Refused("host", 403, "x.example"))
     assert len(lines) == gate.MAX_CHATTER
+    for _ in range(2):
+        ledger.refused(gate.Refused("budget", 403))
+    said = [line["reason"] for line in lines[gate.MAX_CHATTER :]]
+    assert said == ["budget"], "what ends the job is said, and said once"
     provider = ledger._terms.providers[0]
     with ledger.booking(gate.Call(provider, "m", None, 4, gate.Meter(provider.style))):
         pass

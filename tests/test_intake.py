@@ -9,7 +9,6 @@ import http.client
 import io
 import json
 import logging
-import os
 import select
 import socket
 import subprocess
@@ -51,16 +50,6 @@ from pidispatch import (
 
 SECRET = "s3cret"
 OWN = "4242"
-PAYLOADS = Path(
-    os.environ.get("PIDISPATCH_PAYLOADS")
-    or Path(__file__).parent.parent.parent / "shared" / "payloads"
-)
-
-
-def manifest() -> list[dict[str, Any]]:
-    file = PAYLOADS / "manifest.json"
-    rows = json.loads(file.read_bytes()) if file.is_file() else []
-    return [row for row in rows if row["forge"] == "github"]
 
 
 def until(holds: Callable[[], object], seconds: float = 5.0) -> bool:
@@ -972,49 +961,6 @@ def test_no_bytes_get_anything_but_a_fixed_answer(
         assert status < 400 or n == len(writes) - 1
 
 
-# -- real payloads over HTTP --------------------------------------------------
-
-
-def expected(row: dict[str, Any]) -> tuple[int, str]:
-    """The answer that a stored real delivery gets under RULES."""
-    kind, known = row["kind"], row["expect"]
-    if kind == "issue_labelled" and known["label_event"] == "bug":
-        return 202, "queued"
-    if kind == "issue_closed":
-        return 202, "pending"
-    if kind in ("pr_opened", "pr_updated"):
-        return 202, "queued"
-    return 200, "ignored"
-
-
-@pytest.mark.skipif(not manifest(), reason="the stored real payloads are not here")
-@pytest.mark.parametrize("form", [False, True], ids=["json", "form"])
-@pytest.mark.parametrize("row", manifest(), ids=lambda row: row["file"])
-def test_real_payloads_get_exact_statuses(
-    world: World, edge: Edge, row: dict[str, Any], form: bool
-) -> None:
-    raw = json.loads((PAYLOADS / row["file"]).read_bytes())
-    guid = hashlib.sha256(f"{row['file']} {form}".encode()).hexdigest()[:32]
-    headers, body = demo.signed_delivery(row["event"], raw, SECRET, guid, form)
-    wrong = demo.signed_delivery(row["event"], raw, "wrong", guid, form)[0]
-    missing = {k: v for k, v in headers.items() if k != "X-Hub-Signature-256"}
-    url = f"http://127.0.0.1:{edge.port}/github"
-    for sent, data in (
-        (wrong, body),
-        (missing, body),
-        (headers, body[:-1] + b" " + body[-1:]),
-        (headers, body[:-1]),
-    ):
-        answer = requests.post(url, data, headers=sent, timeout=10)
-        assert answer.status_code == 401
-    assert world.jobs() == []
-    answer = requests.post(url, body, headers=headers, timeout=10)
-    assert (answer.status_code, answer.json()["status"]) == expected(row)
-    again = requests.post(url, body, headers=headers, timeout=10)
-    status = "duplicate" if answer.status_code == 202 else answer.json()["status"]
-    assert (again.status_code, again.json()["status"]) == (200, status)
-
-
 # -- the inbox ----------------------------------------------------------------
 
 
@@ -1297,37 +1243,6 @@ def test_github_is_asked_and_the_set_is_queued_within_two_seconds(
                 )
             assert until(lambda: [r.id for r in store.runs(9)] == ["gh-d-1"], 3)
             assert until(lambda: not store.due_pending(time.time() + 600))
-        inbox.stop()
-        store.close()
-
-
-def test_with_a_hung_api_every_answer_still_comes_at_once(tmp_path: Path) -> None:
-    """T07."""
-    with demo.FakeGitHub([demo.Token("t0ken", "pi-bot")], root=tmp_path / "f") as fake:
-        repo = fake.create_repo("octo/lamp", issues={7: {"title": "Crash"}})
-        fake.fail_next("*", ".", status=None, times=99, delay=20)
-        write_rules(tmp_path / "triggers.json")
-        store = Store(tmp_path / "queue.db")
-        forges = pidispatch.forges_of(
-            Settings(
-                webhook_secret=(SECRET,), github_pat="t0ken", github_api_url=fake.url
-            )
-        )
-        triggers = TriggersFile(tmp_path / "triggers.json", forges)
-        intake = Intake(forges, triggers, store, 0)
-        inbox = Inbox(intake)
-        inbox.start(patience=0.05)
-        slowest = 0.0
-        for n in range(30):
-            repo.issues[7].title = f"Crash {n}"
-            action = "closed" if n % 2 else "labeled"
-            shape = demo.item_payload(repo, 7, action, "maintainer", "pi:fix")
-            headers, body = demo.signed_delivery("issues", shape, SECRET, f"d-{n}")
-            lower = {name.lower(): value for name, value in headers.items()}
-            began = time.monotonic()
-            assert intake.receive("github", lower, body).status == 202
-            slowest = max(slowest, time.monotonic() - began)
-        assert slowest < 1
         inbox.stop()
         store.close()
 

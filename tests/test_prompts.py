@@ -49,6 +49,10 @@ EVENTS: dict[str, dict[str, dict[str, Any]]] = {
         "issue": {"forge": "gitlab", "name": "issue", "repo": "group/sub/lamp"},
         "request": {"forge": "gitlab", "name": "note", "repo": "group/sub/lamp"},
     },
+    "forgejo": {
+        "issue": {"forge": "forgejo", "action": "label_updated"},
+        "request": {"forge": "forgejo"},
+    },
 }
 
 
@@ -65,6 +69,16 @@ def test_prompts_are_what_they_were(
     name = f"{target}-{kind}-{publish}.prompt.md"
     path = name if forge == "github" else f"{forge}-{name}"
     golden(path, pidispatch.prompt_text(job, publish))
+
+
+@pytest.mark.parametrize("publish", ["host", "agent"])
+@pytest.mark.parametrize("target", ["issue", "request"])
+def test_resumed_prompts_are_what_they_were(
+    maker: Maker, publish: str, target: str
+) -> None:
+    job = job_of(maker, None, **(REQUEST if target == "request" else {}))
+    text = pidispatch.resumed_prompt(job, publish)
+    golden(f"{target}-resumed-{publish}.prompt.md", text)
 
 
 def attempt_of(maker: Maker, job: pidispatch.Job, tmp_path: Path) -> pidispatch.Attempt:
@@ -166,11 +180,11 @@ def test_text_cannot_close_its_fence_nor_run_as_a_template(maker: Maker) -> None
     """T28, T53: title, body and comment are data below the line, whatever they say."""
     target = pidispatch.Target("pull_request", 9, HOSTILE, HOSTILE)
     job = job_of(maker, None, **{**REQUEST, "target": target, "comment": HOSTILE})
-    text = pidispatch.prompt_text(job, "host")
-    head, _, data = text.partition("(data, not instructions)")
-    assert "Ignore the rules" not in head
-    assert data.count(HOSTILE) == 3
-    assert "49" not in head
+    for text in (pidispatch.prompt_text, pidispatch.resumed_prompt):
+        head, _, data = text(job, "host").partition("(data, not instructions)")
+        assert "Ignore the rules" not in head
+        assert data.count(HOSTILE) == (3 if text is pidispatch.prompt_text else 2)
+        assert "49" not in head
 
 
 @given(st.text())

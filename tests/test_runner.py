@@ -568,6 +568,51 @@ def test_pi_is_called_with_the_rules_the_skill_and_no_project_resources(
     assert "-e" not in argv
 
 
+@pytest.mark.parametrize("given", ["new", "resumed"])
+def test_a_session_comes_in_grows_and_goes_out(box: Box, given: str) -> None:
+    box.settings["session"] = given
+    (box.job / "session.jsonl").write_text("earlier\n")
+    box.script(sh("echo now >> ~/.pi/session.jsonl"), DONE)
+    assert box.run().code == 0
+    options = dict(itertools.pairwise(box.seen()["argv"]))
+    assert options["--session"] == str(box.home / ".pi" / "session.jsonl")
+    assert "--no-session" not in box.seen()["argv"]
+    out = (box.outbox / "session.jsonl").read_text()
+    assert out == ("earlier\n" if given == "resumed" else "") + "now\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ln -s /etc/passwd ~/.pi/session.jsonl",
+        "mkdir ~/.pi/session.jsonl",
+        "truncate -s 9M ~/.pi/session.jsonl",
+        "true",
+    ],
+)
+def test_a_session_that_is_no_file_of_a_sane_size_stays_in_the_box(
+    box: Box, command: str
+) -> None:
+    box.settings["session"] = "new"
+    box.script(sh(f"mkdir {box.outbox}/session.jsonl; {command}"), DONE)
+    assert box.run().code == 0
+    assert not (box.outbox / "session.jsonl").exists()
+
+
+def test_only_a_run_that_succeeds_hands_out_its_session(box: Box) -> None:
+    box.settings["session"] = "new"
+    box.script(sh("echo x > ~/.pi/session.jsonl"), {"turn": "length"})
+    assert box.run().code == 2
+    assert not (box.outbox / "session.jsonl").exists()
+
+
+def test_a_session_that_is_to_be_resumed_must_be_there(box: Box) -> None:
+    box.settings["session"] = "resumed"
+    ended = box.run()
+    assert ended.code == 2
+    assert "session.jsonl" in ended.exit["message"]
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_fork_join_is_loaded_when_asked_for_and_there(box: Box, wanted: bool) -> None:
     extension = box.rules / "fork-join" / "src" / "index.ts"

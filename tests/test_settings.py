@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,14 +72,16 @@ def test_secrets_rotate_as_a_list() -> None:
     assert load(WEBHOOK_SECRET="old,new").webhook_secret == ("old", "new")
 
 
+LOCAL: dict[str, Any] = {
+    "baseUrl": "http://127.0.0.1:9/v1",
+    "style": "openai-completions",
+    "keyVariable": "LOCAL_KEY",
+}
+
+
 def test_a_providers_file_adds_and_overrides(tmp_path: Path) -> None:
     path = tmp_path / "providers.json"
-    row = {
-        "baseUrl": "http://127.0.0.1:9/v1",
-        "style": "openai-completions",
-        "keyVariable": "LOCAL_KEY",
-    }
-    path.write_text(json.dumps({"providers": {"local": row}}))
+    path.write_text(json.dumps({"providers": {"local": LOCAL}}))
     settings = load(PI_PROVIDERS_FILE=str(path), LOCAL_KEY="k")
     assert settings.providers["local"].auth_prefix == "Bearer "
     assert settings.keys == {"local": "k"}
@@ -99,6 +102,12 @@ def test_a_providers_file_adds_and_overrides(tmp_path: Path) -> None:
             "allowed",
         ),
         ("text", "allowed"),
+        (LOCAL | {"models": ["m"]}, "id"),
+        (LOCAL | {"models": [{"id": 7}]}, "id"),
+        (LOCAL | {"models": [{"id": "m", "cost": "free"}]}, "cost of m"),
+        (LOCAL | {"models": [{"id": "m", "cost": {"input": "3"}}]}, "cost of m"),
+        (LOCAL | {"models": [{"id": "m", "cost": {"input": -1}}]}, "cost of m"),
+        (LOCAL | {"models": [{"id": "m", "cost": {"input": True}}]}, "cost of m"),
     ],
 )
 def test_a_wrong_provider_row_is_named(tmp_path: Path, row: object, word: str) -> None:

@@ -209,7 +209,6 @@ def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (rule(LABEL, resume=True), "resume is refused"),
         (rule(LABEL, publish="agent"), "publish: agent is refused"),
         (rule(LABEL, kind="azure", repository="r"), pidispatch._ONLY),
         (

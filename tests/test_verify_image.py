@@ -12,14 +12,16 @@ import pidispatch
 import verify_image
 
 RULES = pidispatch.hard_rules()
+FORK_JOIN = f"python3 -c {verify_image._FORK_JOIN_PROBE}"
+EXCLUDE = f"python3 -c {verify_image._EXCLUDE_PROBE}"
 HONEST: dict[str, str] = {
     "pi --version": pidispatch.PI_VERSION,
-    "pi --help": "--exclude-tools",
     f"cat {verify_image.RULES_PATH}": RULES,
     "cat /proc/self/status": "Name:\tcat\nCapEff:\t0000000000000000\n",
     "find /opt/pi-dispatch": "",
     "for f in": "",
-    "python3 -c \nimport http.server": "read bash fork_join",
+    FORK_JOIN: "read bash fork_join",
+    EXCLUDE: "read write",
     "python3 -c": "200\n401",
     "touch": "!denied",
 }
@@ -90,8 +92,10 @@ LIES: list[tuple[str, PaperProbe]] = [
     ("gate", probe({"python3 -c": "200\nopen"})),
     ("gate", probe({"python3 -c": "!no gate"})),
     ("forkJoin", probe({"test -f": "!"}, ALL)),
-    ("forkJoin", probe({"python3 -c \nimport http.server": "read bash"}, ALL)),
-    ("excludeTools", probe({"pi --help": "usage"}, ALL)),
+    ("forkJoin", probe({FORK_JOIN: "read bash"}, ALL)),
+    ("excludeTools", probe({EXCLUDE: "read bash"}, ALL)),
+    ("excludeTools", probe({EXCLUDE: ""}, ALL)),
+    ("excludeTools", probe({EXCLUDE: "!no runner"}, ALL)),
     ("forges", probe({"gh": "!not found"}, {"forges": "github"})),
     ("forges", probe(labels={"forges": "sourceforge"})),
 ]

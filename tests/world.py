@@ -237,6 +237,14 @@ DIALECTS: dict[str, tuple[type[demo.FakeForge], Callable[[str], dict[str, Any]]]
             "gitlab_url": url,
         },
     ),
+    "forgejo": (
+        demo.FakeForgejo,
+        lambda url: {
+            "forgejo_webhook_secret": (SECRET,),
+            "forgejo_token": TOKEN,
+            "forgejo_url": url,
+        },
+    ),
 }
 
 

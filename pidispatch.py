@@ -113,6 +113,9 @@ MAX_NUMBER = 2**53
 
 TargetType = Literal["issue", "pull_request"]
 ForgeKind = Literal["github", "gitlab", "forgejo", "azure"]
+#: What people make of a review request, and what an event may say of it.
+Picked = Literal["merged", "closed"]
+Ending = Literal["merged", "closed", "reopened"]
 
 
 class ForgeRow(msgspec.Struct, frozen=True):
@@ -1118,6 +1121,11 @@ def siblings(replica: int | None, replicas: int | None) -> tuple[int, ...]:
     return tuple(i for i in range(1, (replicas or 0) + 1) if i != replica)
 
 
+def request_key(place: str, number: int) -> str:
+    """A review request among all of them; `place` is the repository's, one spelling."""
+    return f"{place}!{number}"
+
+
 def label_digest(name: str) -> str:
     """What is remembered of a label: enough to know it again."""
     return _digest(name, 16)
@@ -1195,6 +1203,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     draft, nor added a label.
     `remember`: the labels the item has from now on, of a forge that does not say
     what an event added.
+    `ending`: what became of the review request that it is about.
     """
 
     forge: ForgeKind
@@ -1220,6 +1229,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     incomplete: bool = False
     inert: bool = False
     remember: tuple[str, ...] | None = None
+    ending: Ending | None = None
 
 
 class On(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -2384,6 +2394,11 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     by: str
 
 
+def forge_place(kind: str, repo: str) -> str:
+    """A repository as scopes of limits.json match it: one spelling a place."""
+    return f"{kind}:{repo.casefold()}"
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run to be made: the queue's payload, also read by prompts and box.
 
@@ -2420,10 +2435,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def place(self) -> str:
-        """Where it works, as scopes of limits.json match it: one spelling a place."""
+        """Where it works: a forge's repository, or the folder of a local run."""
         if self.kind == "local":
             return f"local:{os.path.normpath(self.run.folder or '')}"
-        return f"{self.kind}:{self.repo.casefold()}"
+        return forge_place(self.kind, self.repo)
 
     def without_text(self) -> Job:
         """What is kept of a job that can run no more: numbers, ids, fixed words."""
@@ -3210,6 +3225,7 @@ class _GitHubItem(msgspec.Struct):
     user: _GitHubUser | _Odd = None
     labels: _LabelRows = None
     pull_request: Any = None
+    merged: Any = None
     head: _GitHubHead | _Odd = None
 
 
@@ -3288,6 +3304,18 @@ def _actor(user: object) -> Actor | None:
     found = _shaped(_GitHubUser, user)
     number = _id(found.id)
     return Actor(number, _str(found.login)) if number else None
+
+
+def _pull_ending(name: str, action: str | None, item: _GitHubItem) -> Ending | None:
+    """What a delivery says became of its pull request. In a row of an issue's events
+    the issue tells when its request was merged."""
+    if name != "pull_request":
+        return None
+    if action in ("closed", "merged"):
+        part = item.pull_request if isinstance(item.pull_request, dict) else {}
+        merged = item.merged is True or _time(part.get("merged_at")) is not None
+        return "merged" if merged or action == "merged" else "closed"
+    return "reopened" if action == "reopened" else None
 
 
 def _is_said(notes: Iterable[_GitHubNote], marker: str, own: str | None) -> bool:
@@ -3494,6 +3522,7 @@ class GitHub(PullForge):
             head=sha if _SHA.fullmatch(sha) else None,
             when=_time(item.updated_at),
             fault=self._fault(name, kind, repo, target),
+            ending=_pull_ending(name, action, item),
         )
 
     @staticmethod
@@ -3537,7 +3566,7 @@ class GitHub(PullForge):
         item, action = _shaped(_GitHubItem, row.issue), _str(row.event)
         pull = item.pull_request is not None
         name = "pull_request" if pull else "issues"
-        if action not in self.served[name]:
+        if action not in self.served[name] and not (pull and action == "merged"):
             return None
         sent = _GitHubDelivery(
             action=action,
@@ -4059,6 +4088,7 @@ class Forgejo(PullForge):
             when=_time(item.updated_at),
             fault=self._fault(name, kind, repo, target),
             remember=labels if known else None,
+            ending=_pull_ending(name, action, item),
         )
 
     @staticmethod
@@ -4390,6 +4420,11 @@ class GitLab(ApiForge):
         "WorkItem": "issue",
         "MergeRequest": "pull_request",
     }
+    endings: ClassVar[Mapping[str, Ending]] = {
+        "merge": "merged",
+        "close": "closed",
+        "reopen": "reopened",
+    }
     hooks: ClassVar[Mapping[str, str]] = {
         "issue": "Issue Hook",
         "work_item": "Issue Hook",
@@ -4500,6 +4535,7 @@ class GitLab(ApiForge):
             when=self._moment(told.updated_at),
             fault=self._fault(hook, sent, kind, repo, target),
             inert=action == "update" and not added and self._inert(sent, told),
+            ending=self.endings.get(action) if name == "merge_request" else None,
         )
 
     @staticmethod
@@ -5046,7 +5082,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The run record. Key order is the contract and every key is present.
 
     Integers, ids and fixed words only: no title, body, login, label, branch
-    name or path ever enters (00-map, principle 11).
+    name or path ever enters (00-map, principle 11). `picked` is what people made
+    of its review request, once they have.
     """
 
     jobId: str
@@ -5073,6 +5110,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     session: SessionNote | None
     bundle: bool
     host: str
+    picked: Picked | None = None
 
 
 _SCHEMA_1 = """
@@ -5153,12 +5191,32 @@ UPDATE jobs SET scope = json_extract(payload, '$.kind') || ':'
 UPDATE ledger SET scope = (SELECT scope FROM jobs WHERE jobs.id = ledger.job_id);
 """
 
+#: What people make of the requests we opened: `request_key` finds the run, `endings`
+#: counts how often its request ended, `ended_when` is the newest event's time; and the
+#: siblings' requests that are still to be told of one.
+_SCHEMA_PICKS = """
+ALTER TABLE runs ADD COLUMN request_key TEXT;
+ALTER TABLE runs ADD COLUMN endings INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE runs ADD COLUMN ended_when REAL NOT NULL DEFAULT 0;
+UPDATE runs SET request_key = (SELECT scope FROM jobs WHERE jobs.id = runs.job_id)
+    || '!' || json_extract(request, '$.number') WHERE request IS NOT NULL;
+CREATE INDEX runs_request ON runs (request_key, ended_at)
+    WHERE request_key IS NOT NULL;
+CREATE INDEX runs_set ON runs (set_id);
+CREATE TABLE sibling_notices (
+    job_id TEXT NOT NULL, about TEXT NOT NULL, ending INTEGER NOT NULL,
+    tries INTEGER NOT NULL DEFAULT 0, not_before REAL NOT NULL DEFAULT 0,
+    PRIMARY KEY (job_id, about, ending)
+) STRICT;
+"""
+
 #: Names of the migrations this version knows, oldest first; a file that has
 #: another one was written by a newer pidispatch and is left alone.
 _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("001-first", _SCHEMA_1),
     ("002-caps", _SCHEMA_CAPS),
     ("002-limited", _SCHEMA_LIMITED),
+    ("003-picks", _SCHEMA_PICKS),
 )
 
 
@@ -5231,6 +5289,38 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None
     at: float
     request: Request | None
+    picked: Picked | None = None
+
+
+class Pick(msgspec.Struct, frozen=True):
+    """How a replica index or a model fared: the sets it ran in, and its requests that
+    people merged or closed."""
+
+    name: str
+    sets: int
+    merged: int
+    closed: int
+
+
+class Picks(msgspec.Struct, frozen=True):
+    """What people chose among the sets on record; `sets` had a run that ended,
+    `decided` of them a request that was merged."""
+
+    sets: int
+    decided: int
+    replicas: list[Pick]
+    models: list[Pick]
+
+
+class SiblingNotice(msgspec.Struct, frozen=True):
+    """To be said on `job`'s open request: that of its sibling `about` has ended for
+    the `ending`-th time."""
+
+    job: Job
+    request: Request
+    about: RunRow
+    ending: int
+    tries: int
 
 
 class PollState(msgspec.Struct, frozen=True):
@@ -5361,6 +5451,14 @@ class Reader:
         rows = self._rows(sql, limit)
         return [msgspec.json.decode(row["record"], type=Record) for row in rows]
 
+    def picks(self) -> Picks:
+        """What people chose, by replica index and by model."""
+        found: dict[str, list[Pick]] = {"all": [], "replica": [], "model": []}
+        for part, *row in self._rows(_PICKS):
+            found[part].append(Pick(*row))
+        (total,) = found["all"]
+        return Picks(total.sets, total.merged, found["replica"], found["model"])
+
     def run(self, job: str) -> tuple[RunRow, Record | None, list[RunRow]]:
         """One job, its record if it ended, and its siblings. Raises ConfigError."""
         rows = self._rows(f"{_RUNS} WHERE jobs.id = ?", job)
@@ -5448,6 +5546,22 @@ class Reader:
         )
 
 
+_PICKS = """WITH chosen AS (
+        SELECT set_id, json_extract(record, '$.picked') AS picked,
+        'r' || json_extract(record, '$.replica') AS replica,
+        json_extract(record, '$.provider') || '/' || json_extract(record, '$.model')
+        AS model FROM runs WHERE json_extract(record, '$.replicas') > 1)
+    SELECT 'all', '', count(DISTINCT set_id),
+        count(DISTINCT CASE WHEN picked = 'merged' THEN set_id END), 0 FROM chosen
+    UNION ALL
+    SELECT 'replica', replica, count(DISTINCT set_id),
+        count(nullif(picked, 'closed')), count(nullif(picked, 'merged'))
+        FROM chosen GROUP BY replica
+    UNION ALL
+    SELECT 'model', model, count(DISTINCT set_id),
+        count(nullif(picked, 'closed')), count(nullif(picked, 'merged'))
+        FROM chosen WHERE model IS NOT NULL GROUP BY model"""
+
 _RUNS = """SELECT jobs.id, jobs.set_id, jobs.state, jobs.payload, jobs.queued_at,
            jobs.ended_at, runs.record, runs.request
            FROM jobs LEFT JOIN runs ON runs.job_id = jobs.id"""
@@ -5471,6 +5585,7 @@ def _run_row(row: sqlite3.Row) -> RunRow:
             tokens=record.tokens.total if record.tokens else None,
             at=row["ended_at"],
             request=link,
+            picked=record.picked,
         )
     job = msgspec.json.decode(row["payload"], type=Job)
     return RunRow(
@@ -5867,6 +5982,45 @@ class Store(Controls):
     def limited_told(self, set_id: str) -> None:
         sql = "UPDATE limited SET payload = NULL WHERE set_id = ?"
         self._write(lambda db: db.execute(sql, (set_id,)))
+
+    # -- what people pick ------------------------------------------------------
+
+    def note_ending(self, place: str, number: int, ending: Ending, at: float) -> bool:
+        """Note what became of a request that a run of ours opened, and queue the words
+        for its siblings' requests. False: not ours, or known."""
+        key = request_key(place, number)
+        if not self._rows(_RUN_OF_REQUEST, key):  # most requests are people's
+            return False
+        return self._write(lambda db: _note_ending(db, key, ending, at))
+
+    def due_siblings(self) -> list[SiblingNotice]:
+        """What is to be said on the open requests of siblings."""
+        sql = """SELECT sibling_notices.*, jobs.payload, runs.request
+                 FROM sibling_notices JOIN jobs ON jobs.id = job_id
+                 JOIN runs USING (job_id)
+                 WHERE sibling_notices.not_before <= ? LIMIT 20"""
+        return [
+            SiblingNotice(
+                msgspec.json.decode(row["payload"], type=Job),
+                msgspec.json.decode(row["request"], type=Request),
+                self.run(row["about"])[0],
+                row["ending"],
+                row["tries"],
+            )
+            for row in self._rows(sql, self.clock())
+        ]
+
+    def postpone_sibling(self, notice: SiblingNotice, until: float) -> None:
+        sql = """UPDATE sibling_notices SET not_before = ?, tries = tries + 1
+                 WHERE job_id = ? AND about = ? AND ending = ?"""
+        values = (until, notice.job.id, notice.about.id, notice.ending)
+        self._write(lambda db: db.execute(sql, values))
+
+    def sibling_told(self, notice: SiblingNotice) -> None:
+        sql = """DELETE FROM sibling_notices
+                 WHERE job_id = ? AND about = ? AND ending = ?"""
+        values = (notice.job.id, notice.about.id, notice.ending)
+        self._write(lambda db: db.execute(sql, values))
 
     def cancelled(self, job: str) -> bool:
         return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
@@ -6371,6 +6525,54 @@ def _published(
     sql = """UPDATE runs SET request = ?1, record = CASE WHEN ?2 IS NULL THEN record
              ELSE json_set(record, '$.reason', ?2) END WHERE job_id = ?3"""
     db.execute(sql, (link, reason, job))
+    if request:
+        place = db.execute("SELECT scope FROM jobs WHERE id = ?", (job,)).fetchone()[0]
+        _open_again(db, job, request_key(place, request.number))
+        db.execute(_SIBLING_NOTICES, {"tell": job, "of": None})
+
+
+def _open_again(db: sqlite3.Connection, job: str, key: str) -> None:
+    """The run's request by which endings find it; what became of another before it
+    says nothing of this one."""
+    sql = """UPDATE runs SET record = json_set(record, '$.picked', NULL),
+             ended_when = 0 WHERE job_id = ? AND request_key <> ?"""
+    db.execute(sql, (job, key))
+    db.execute("UPDATE runs SET request_key = ? WHERE job_id = ?", (key, job))
+
+
+#: Tells the open requests of siblings of each that has ended: those of the run `of`,
+#: or the one of the run `tell`, which opened after others had ended.
+_SIBLING_NOTICES = """INSERT OR IGNORE INTO sibling_notices (job_id, about, ending)
+    SELECT told.job_id, ended.job_id, ended.endings FROM runs AS ended
+    JOIN runs AS told ON told.set_id = ended.set_id AND told.job_id <> ended.job_id
+    WHERE (ended.job_id = :of OR told.job_id = :tell)
+    AND told.request_key <> ended.request_key
+    AND json_extract(ended.record, '$.picked') IS NOT NULL
+    AND json_extract(told.record, '$.picked') IS NULL"""
+
+#: The newest run that has this request: it shows that one's work.
+_RUN_OF_REQUEST = """SELECT job_id, json_extract(record, '$.picked') AS picked,
+    ended_when FROM runs WHERE request_key = ? ORDER BY ended_at DESC LIMIT 1"""
+
+
+def _note_ending(db: sqlite3.Connection, key: str, ending: Ending, at: float) -> bool:
+    """A merge is final. Else the newest event counts, however late it comes."""
+    run = db.execute(_RUN_OF_REQUEST, (key,)).fetchone()
+    picked = None if ending == "reopened" else ending
+    stale = picked != "merged" and run and at < run["ended_when"]
+    if run is None or stale or run["picked"] == "merged":
+        return False
+    job = run["job_id"]
+    if run["picked"] == picked:
+        sql = "UPDATE runs SET ended_when = max(ended_when, ?) WHERE job_id = ?"
+        db.execute(sql, (at, job))
+        return False
+    db.execute("DELETE FROM sibling_notices WHERE about = ?", (job,))
+    sql = """UPDATE runs SET record = json_set(record, '$.picked', ?1), ended_when = ?2,
+             endings = endings + (?1 IS NOT NULL) WHERE job_id = ?3"""
+    db.execute(sql, (picked, at, job))
+    db.execute(_SIBLING_NOTICES, {"of": job, "tell": None})
+    return True
 
 
 def _set_flag(db: sqlite3.Connection, name: str, value: str | None, at: float) -> None:
@@ -6385,6 +6587,10 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
     db.execute("DELETE FROM limited WHERE at < ?", (before,))
+    db.execute(
+        """DELETE FROM sibling_notices WHERE job_id NOT IN (SELECT id FROM jobs)
+           OR about NOT IN (SELECT id FROM jobs)"""
+    )
     # a month of 31 days may have an hour more, and its cap counts all of it
     db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before - DAY,))
     db.execute("DELETE FROM label_memory WHERE seen_at < ?", (before,))
@@ -9512,6 +9718,8 @@ class Dispatcher:
             self.publish(job.id)
         for job, tries in self.store.due_limited():
             self._tell_limited(job, tries)
+        for sibling in self.store.due_siblings():
+            self._tell_sibling(sibling)
 
     def _tell_limited(self, job: Job, tries: int) -> None:
         """Say once that a target had its hour's deliveries; what is down is retried."""
@@ -9522,16 +9730,50 @@ class Dispatcher:
         )
         fix = "act again then, or raise `PI_TARGET_HOURLY`"
         notice = _refusal_notice(job, Refused("rate-limited", message, fix))
+
+        def later(until: float) -> None:
+            self.store.postpone_limited(job.set, until)
+
+        if self._told_now(job, lambda: self._tell(job, None, notice), tries, later):
+            self.store.limited_told(job.set)
+
+    def _tell_sibling(self, told: SiblingNotice) -> None:
+        """Say on a request that is still open what became of its sibling's."""
+
+        def tell() -> None:
+            job, forge = told.job, self.forge(told.job)
+            assert job.branch
+            found = forge.find_request(job.repo, job.branch)
+            if found and found.number == told.request.number:
+                marker = comment_marker(told.about.id, f"ended-{told.ending}")
+                text = sibling_text(told, marker)
+                target = Target("pull_request", found.number)
+                forge.comment(job.repo, target, text, marker)
+
+        def later(until: float) -> None:
+            self.store.postpone_sibling(told, until)
+
+        if self._told_now(told.job, tell, told.tries, later):
+            self.store.sibling_told(told)
+
+    def _told_now(
+        self,
+        job: Job,
+        tell: Callable[[], object],
+        tries: int,
+        later: Callable[[float], None],
+    ) -> bool:
+        """Whether it is told, or never can be; what is down is tried again later."""
         try:
-            self._tell(job, None, notice)
+            tell()
         except (Refused, Rejected) as error:
             _event("comment-refused", job, level=logging.WARNING, error=error)
         except Exception as error:  # one telling's edge: others go on
             wait = min(5 * 2 ** min(tries, 16), PUBLISH_WAIT_MAX)
             _event("publish-retry", job, level=logging.WARNING, wait=wait, error=error)
-            self.store.postpone_limited(job.set, self.clock() + wait)
-            return
-        self.store.limited_told(job.set)
+            later(self.clock() + wait)
+            return False
+        return True
 
     # -- the start -----------------------------------------------------------
 
@@ -9635,6 +9877,12 @@ def _refusal_notice(job: Job, refusal: Refused) -> Notice:
         marker=marker,
     )
     return Notice("refused", text, marker)
+
+
+def sibling_text(told: SiblingNotice, marker: str) -> str:
+    """The comment on a request whose sibling's was merged or closed."""
+    noun = FORGES[told.job.kind].request_noun
+    return render("comment-sibling.md.j2", told=told, noun=noun, marker=marker)
 
 
 def _outcome_notice(job: Job, record: Record) -> Notice:
@@ -10125,11 +10373,22 @@ class Intake:
             body_sha=body_sha,
             received=self.clock(),
         )
+        self._note_ending(delivery)
         if event.remember is None:
             return self._decide(delivery)
         # of one item one after the other: each is compared with the one before
         with self._turns[hash(delivery.target) % len(self._turns)]:
             return self._decide(self._compared(delivery))
+
+    def _note_ending(self, delivery: Delivery) -> None:
+        """What people made of a request of ours is noted whether or not a rule wants
+        the event, and changes nothing of what becomes of the delivery."""
+        event = delivery.event
+        if event.ending and event.repo and event.target:
+            place = forge_place(event.forge, event.repo)
+            number, at = event.target.number, delivery.when
+            if self.store.note_ending(place, number, event.ending, at):
+                log_event("request-ended", request=number, became=event.ending)
 
     def _compared(self, delivery: Delivery) -> Delivery:
         """The delivery with the labels it added to those its item had before.
@@ -11015,10 +11274,19 @@ def _run_cells(run: RunRow) -> tuple[object, ...]:
         run.flow,
         replica_badge(run.replica, run.replicas),
         run.state,
-        run.reason or "-",
+        run.picked or run.reason or "-",
         run.tokens if run.tokens is not None else "-",
         iso(run.at)[:16].replace("T", " "),
     )
+
+
+def picks_text(picks: Picks) -> str:
+    """Two tables: which replica people merged, and which model's."""
+    lines = [f"{picks.decided} of {picks.sets} sets have a request that was merged"]
+    for head, rows in (("REPLICA", picks.replicas), ("MODEL", picks.models)):
+        cells = [(row.name, row.sets, row.merged, row.closed) for row in rows]
+        lines += ["", table((head, "SETS", "MERGED", "CLOSED"), cells)]
+    return "\n".join(lines)
 
 
 class RunDetail(msgspec.Struct, frozen=True):
@@ -11043,7 +11311,8 @@ def run_detail(detail: RunDetail) -> str:
     for other in detail.siblings:
         badge = replica_badge(other.replica, other.replicas)
         link = other.request.url if other.request else "no request yet"
-        lines.append(f"{'sibling ' + badge:14}{other.id}  {other.state}  {link}")
+        said = f"{other.picked}  {link}" if other.picked else link
+        lines.append(f"{'sibling ' + badge:14}{other.id}  {other.state}  {said}")
     return "\n".join(plain_text(line) for line in lines)
 
 
@@ -11081,6 +11350,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     request: Request | None = None
     change: Change | None = None
     note: str | None = None
+    picked: Picked | None = None
 
 
 class Between(msgspec.Struct, frozen=True):
@@ -11144,6 +11414,7 @@ def _compared(
         request=row.request,
         change=change,
         note=note,
+        picked=row.picked,
     )
 
 
@@ -11184,6 +11455,7 @@ COMPARED: tuple[tuple[str, Callable[[Compared], object]], ...] = (
     ("cost, USD", lambda run: run.cost and f"{run.cost:.4f}"),
     ("seconds", lambda run: run.seconds and f"{run.seconds:.1f}"),
     ("request", lambda run: run.request and run.request.url),
+    ("picked", lambda run: run.picked),
     ("note", lambda run: run.note),
 )
 
@@ -11881,6 +12153,7 @@ OUTPUTS: Mapping[str, Any] = {
     "triggers show": Rule,
     "triggers try": Trial,
     "runs": list[Record],
+    "runs --picks": Picks,
     "show": RunDetail,
     "compare": Comparison,
     "status": Status,
@@ -12290,7 +12563,9 @@ class Panel(HttpServer):
         """Compared anew only when a run of the set has come to another end."""
         run, _record, siblings = self.store.run(job)
         rows = [run, *siblings]
-        key = tuple(sorted((row.id, row.state, row.at, row.request) for row in rows))
+        key = tuple(
+            sorted((row.id, row.state, row.at, row.request, row.picked) for row in rows)
+        )
         seen = self._compared.get(run.set)
         if seen is None or seen[0] != key:
             seen = (key, compare_runs(self.settings, self.store, job))
@@ -12770,11 +13045,15 @@ def limits_schema_command() -> None:
     show_default=True,
     help="How many.",
 )
+@click.option("--picks", is_flag=True, help="Which replica and model people merged.")
 @json_option
-def runs(db: Path | None, limit: int, as_json: bool) -> None:
+def runs(db: Path | None, limit: int, picks: bool, as_json: bool) -> None:
     """Jobs, newest first. --json exports the records of those that ended."""
     reader = Reader(settings_of(db).db)
-    if as_json:
+    if picks:
+        chosen = reader.picks()
+        emit(chosen, lambda: picks_text(chosen), as_json)
+    elif as_json:
         emit_json(reader.records(limit))
     else:
         click.echo(runs_table(reader.runs(limit)))

@@ -2290,6 +2290,12 @@ class FakeForge(FakeServer):
         """Put a label on an issue as ``login``; the delivery that tells of it."""
         raise NotImplementedError
 
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A request is ``merged``, ``closed`` or ``reopened``; the delivery of it."""
+        raise NotImplementedError
+
     def note(self, request: Request, reply: Reply) -> None:
         """Write the log line; a token appears by its name only."""
         token = self.data.tokens.get(self.credential(request))
@@ -2380,6 +2386,15 @@ class FakeGitHub(FakeForge):
         """An ``issues`` delivery, action ``labeled``."""
         payload = labeled_payload(repo, number, label, login)
         return signed_delivery("issues", payload, secret, guid)
+
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``pull_request`` delivery; a merge is a ``closed`` that says so."""
+        repo.pulls[number].merged = how == "merged"
+        action = how.replace("merged", "closed")
+        payload = pull_request_payload(repo, number, action, login)
+        return signed_delivery("pull_request", payload, secret, guid)
 
     def refused(self, refusal: Refused) -> Reply:
         """An error in GitHub's shape."""
@@ -2585,8 +2600,8 @@ def gitlab_payload(
         item.labels.append(label)
         now = [_gitlab_label(name) for name in item.labels]
         changes = {"labels": {"previous": before, "current": now}, **changes}
-    if action in ("close", "reopen"):
-        item.state = "closed" if action == "close" else "open"
+    if action in ("close", "merge", "reopen"):
+        item.state = "open" if action == "reopen" else "closed"
     payload = _gitlab_payload(repo, "merge_request" if request else "issue", sender)
     payload["object_attributes"] = _gitlab_attributes(repo, item) | {"action": action}
     payload["labels"] = [_gitlab_label(name) for name in item.labels]
@@ -2836,6 +2851,15 @@ class FakeGitLab(FakeForge):
     ) -> tuple[dict[str, str], bytes]:
         """An ``issue`` delivery, action ``update``, with the label in ``changes``."""
         payload = gitlab_payload(repo, number, "update", login, label)
+        return gitlab_delivery(payload, secret, guid, self.clock())
+
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``merge_request`` delivery: ``merge``, ``close`` or ``reopen``."""
+        action = {"merged": "merge", "closed": "close", "reopened": "reopen"}[how]
+        repo.pulls[number].merged = how == "merged"
+        payload = gitlab_payload(repo, number, action, login, request=True)
         return gitlab_delivery(payload, secret, guid, self.clock())
 
 
@@ -3343,6 +3367,15 @@ class FakeForgejo(FakeForge):
         labels = [*_known(repo, number).labels, label]
         payload = forgejo_payload(repo, number, "label_updated", login, labels)
         return forgejo_delivery("issues", payload, secret, guid)
+
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``pull_request`` delivery; a merge is a ``closed`` that says so."""
+        repo.pulls[number].merged = how == "merged"
+        action = how.replace("merged", "closed")
+        payload = forgejo_payload(repo, number, action, login)
+        return forgejo_delivery("pull_request", payload, secret, guid)
 
     def refused(self, refusal: Refused) -> Reply:
         """An error in Forgejo's shape."""
@@ -4342,7 +4375,7 @@ class ProcessBox:
         )
 
     def _command(self) -> list[str]:
-        agent = f"{shlex.quote(sys.executable)} {shlex.quote(str(_OWN_FILE))} agent"
+        agent = f"{shlex.quote(sys.executable)} -I {shlex.quote(str(_OWN_FILE))} agent"
         command = [sys.executable, "-I", str(self._image / "runner.py"), "--pi", agent]
         for name in ("job", "workspace", "outbox", "home", "rules"):
             command += [f"--{name}", str(self.root / name)]
@@ -4563,7 +4596,7 @@ def _start_model_container(
     engine.create_job_network(name, labels)
     api = engine.api
     files = {
-        "demo.py": Path(__file__).read_bytes(),
+        "demo.py": _OWN_FILE.read_bytes(),
         "scripts.json": json.dumps(scripts).encode(),
     }
     api.create_container(

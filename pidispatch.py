@@ -140,6 +140,8 @@ class ForgeRow(msgspec.Struct, frozen=True):
     secret_variable: str
     label_actions: Mapping[str | None, Literal["all", "added", "nothing"]]
     comment_actions: tuple[str | None, ...] | None
+    #: A ref that reaches a request's head also when its branch is a fork's.
+    merge_ref: str | None = None
 
 
 FORGES: dict[str, ForgeRow] = {
@@ -212,6 +214,7 @@ FORGES: dict[str, ForgeRow] = {
             "AZURE_WEBHOOK_SECRET",
             {"created": "all", "updated": "added"},
             None,
+            "refs/pull/{n}/merge",
         ),
     )
 }
@@ -254,6 +257,7 @@ REFUSALS = (
     "sessions-dir-unset",
     "forge-token-unavailable",
     "unprotected-branch",
+    "forge-out-of-reach",
     "sha-gone",
     "flow-not-found",
     "daily-token-cap",
@@ -263,9 +267,11 @@ REFUSALS = (
     "dirty-tree",
     "local-needs-local-engine",
     "engine-not-isolating",
-    "not-in-this-version",
     "repository-unavailable",
 )
+
+#: What an agent that publishes for itself may leave undone, or do beside it.
+AGENT_FAULTS = ("pushed-elsewhere", "not-pushed", "request-missing")
 
 #: Why a finished run's result was not published: of the result, of the push, of
 #: the forge's API.
@@ -277,6 +283,7 @@ PUBLISH_REFUSALS = (
     "request-refused",
     "comment-refused",
     "repository-unavailable",
+    *AGENT_FAULTS,
 )
 
 #: What the runner may name as the reason of its exit code 2.
@@ -465,6 +472,50 @@ class Refused(PidispatchError):
         self.reason = reason
 
 
+#: Tokens that exist while a job runs, by themselves; each with its spellings.
+_LIVE_SECRETS: dict[str, tuple[str, ...]] = {}
+
+
+def spellings_of(secret: str) -> Iterator[str]:
+    """Raw, URL-encoded, JSON-escaped, shell-quoted, and as basic credentials."""
+    import base64
+    import shlex
+    from urllib.parse import quote
+
+    yield secret
+    yield quote(secret, safe="")
+    yield json.dumps(secret)[1:-1]
+    yield shlex.quote(secret)
+    for user in ("", "x-access-token", "oauth2"):
+        yield base64.b64encode(f"{user}:{secret}".encode()).decode()
+    yield base64.b64encode(secret.encode()).decode().rstrip("=")
+
+
+@contextlib.contextmanager
+def live_secrets() -> Iterator[Callable[[str], None]]:
+    """Gives a function that names a secret; all it named are known until the end."""
+    named: list[str] = []
+
+    def name(secret: str) -> None:
+        named.append(secret)
+        found = sorted(set(spellings_of(secret)), key=len, reverse=True)
+        _LIVE_SECRETS[secret] = tuple(found)
+
+    try:
+        yield name
+    finally:
+        for secret in named:
+            _LIVE_SECRETS.pop(secret, None)
+
+
+def without_live_secrets(text: str) -> str:
+    """The text without any token that a running job holds."""
+    for spellings in list(_LIVE_SECRETS.values()):
+        for spelling in spellings:
+            text = text.replace(spelling, "***")
+    return text
+
+
 def log_event(event: str, level: int = logging.INFO, **fields: object) -> None:
     """One log line: a fixed event name, then ids, numbers and fixed words.
 
@@ -512,6 +563,12 @@ def _url(text: str) -> str:
     if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", text.strip()):
         raise ValueError("must be an http(s) URL without credentials or query")
     return text.strip().rstrip("/")
+
+
+def _header_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9-]+", text.strip()):
+        raise ValueError("must be the name of a header, such as X-Webhook-Secret")
+    return text.strip()
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -819,6 +876,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         (),
         "Forgejo's webhook secrets, comma separated.",
     )
+    azure_org_url: str | None = _setting(
+        "AZURE_ORG_URL",
+        _url,
+        None,
+        "Azure DevOps organisation, or a server's collection.",
+    )
+    azure_token: str | None = _setting(
+        "AZURE_TOKEN", _text, None, "Personal access token there."
+    )
+    azure_webhook_mode: str = _setting(
+        "AZURE_WEBHOOK_MODE",
+        _choice("basic", "header"),
+        "basic",
+        "Where Azure's deliveries bring the secret: basic authentication, or a header.",
+    )
+    azure_webhook_secret: tuple[str, ...] = _setting(
+        "AZURE_WEBHOOK_SECRET",
+        _secrets,
+        (),
+        "Azure's webhook secrets, comma separated; in basic mode `user:password`, "
+        "or a password for any user.",
+    )
+    azure_webhook_header: str | None = _setting(
+        "AZURE_WEBHOOK_HEADER",
+        _header_name,
+        None,
+        "The header that brings the secret in header mode.",
+    )
     providers: Mapping[str, Provider] = msgspec.field(
         default_factory=lambda: dict(PROVIDERS)
     )
@@ -843,6 +928,7 @@ SETTINGS: Mapping[str, SettingRow] = dict(
 _TOGETHER = (
     ("GITLAB_WEBHOOK_SECRET", "GITLAB_WEBHOOK_MODE", "GITLAB_TOKEN"),
     ("FORGEJO_WEBHOOK_SECRET", "FORGEJO_URL", "FORGEJO_TOKEN"),
+    ("AZURE_WEBHOOK_SECRET", "AZURE_ORG_URL", "AZURE_TOKEN"),
 )
 
 
@@ -866,6 +952,13 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
         ),
         "GITLAB_WEBHOOK_SECRET=… must be signing tokens, `whsec_` and base64, with "
         "GITLAB_WEBHOOK_MODE=signature",
+    ),
+    (
+        lambda parsed: (
+            parsed.get("azure_webhook_mode") == "header"
+            and "azure_webhook_header" not in parsed
+        ),
+        "AZURE_WEBHOOK_MODE=header needs AZURE_WEBHOOK_HEADER",
     ),
 )
 
@@ -1199,6 +1292,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     `added` the labels added by this very event (None: not known). `fault` is a
     drop reason found while parsing. `when` is the item's own time, if given.
     `incomplete`: the forge's API must tell the rest before this can be judged.
+    `markup` is the language of `comment`. `head_ref` is the full name of the
+    request's source branch where the forge has no ref of the request itself, and
+    `rev` the item's revision that the event made.
     `inert`: a request's update that changed neither its commits, nor that it is a
     draft, nor added a label.
     `remember`: the labels the item has from now on, of a forge that does not say
@@ -1227,6 +1323,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     when: float | None = None
     fault: str | None = None
     incomplete: bool = False
+    markup: Literal["html", "markdown"] = "markdown"
+    head_ref: str | None = None
+    rev: int | None = None
     inert: bool = False
     remember: tuple[str, ...] | None = None
     ending: Ending | None = None
@@ -1346,6 +1445,25 @@ def _html_prose(text: str) -> Iterator[str]:
         parts.append("\n" if _BREAKS.fullmatch(tag[2] or "") else "")
         depth, last = _set_apart(depth, tag), tag.end()
     yield "".join(parts)
+
+
+def html_text(text: str) -> str:
+    """The text of an item's HTML as a person sees it, for the prompt."""
+    from html import unescape
+
+    seen = re.sub(r"(?is)<(script|style)\b.*?(?:</\1\s*>|\Z)", "", text) + "<br>"
+    parts, last = [""], 0
+    for tag in _TAG.finditer(seen):
+        piece = unescape(seen[last : tag.start()]).replace("\xa0", " ")
+        begins = parts[-1].endswith("\n")
+        if not (begins and piece.isspace() and "\n" in piece):
+            parts += filter(None, [piece])
+        begins = parts[-1].endswith("\n")
+        name = (tag[2] or "").lower()
+        if name == "br" or (_BREAKS.fullmatch(name) and not begins):
+            parts.append("\n")
+        last = tag.end()
+    return "".join(parts).replace("\r\n", "\n").strip()
 
 
 @functools.cache
@@ -2367,12 +2485,9 @@ def _match_comment(
     mine: Sequence[Rule], rules: Sequence[Rule], event: Event
 ) -> Match | Drop:
     """The phrase in the comment; the word after it may choose the flow."""
-    work_item = event.forge == "azure" and event.target and event.target.type == "issue"
     for rule in mine:
         phrase = rule.on.phrase or ""
-        word = _mentioned(
-            phrase, event.comment or "", "html" if work_item else "markdown"
-        )
+        word = _mentioned(phrase, event.comment or "", event.markup)
         if word is not None:
             flows = {r.run.flow for r in rules if r.run.kind != "local"}
             return Match(rule, word if word in flows else rule.run.flow, phrase)
@@ -2416,6 +2531,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     run: Run
     trigger: Trigger
     head: str | None = None
+    head_ref: str | None = None
     comment: str | None = None
     review: str | None = None
     replica: int | None = None
@@ -2446,14 +2562,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             self,
             target=Target(self.target.type, self.target.number),
             run=msgspec.structs.replace(self.run, instructions=None),
+            head_ref=None,
             comment=None,
             review=None,
         )
 
 
+def placed(match: Match, event: Event) -> Event:
+    """The event in its repository: a work item has only a project, and the rule
+    names the repository that serves it."""
+    repository = match.rule.run.repository
+    if repository is None or event.target is None or event.target.type != "issue":
+        return event
+    return msgspec.structs.replace(event, repo=f"{event.repo}/{repository}")
+
+
 def fan_out(match: Match, event: Event) -> tuple[Job, ...]:
     """The jobs of one allowed delivery: one, or one for each replica."""
+    event = placed(match, event)
     assert event.target and event.repo and event.actor
+    html = event.markup == "html" and event.comment is not None
     n = match.rule.run.replicas
     plain = Job(
         id=job_id(event.forge, event.delivery),
@@ -2474,7 +2602,8 @@ def fan_out(match: Match, event: Event) -> tuple[Job, ...]:
             by=match.by,
         ),
         head=event.head,
-        comment=event.comment,
+        head_ref=event.head_ref,
+        comment=html_text(event.comment or "") if html else event.comment,
         review=event.review,
     )
     if n is None:
@@ -2882,6 +3011,9 @@ class Forge(Protocol):
     def hooked(self) -> bool:
         """Whether it may deliver webhooks here: it has a secret."""
 
+    #: The root of its API, without a trailing slash.
+    api: str
+
     def verify(self, headers: Mapping[str, str], body: bytes) -> None: ...
 
     def parse(self, headers: Mapping[str, str], body: bytes) -> Event: ...
@@ -2920,8 +3052,26 @@ class Forge(Protocol):
 
     def retitle_request(self, repo: str, number: int, title: str) -> None: ...
 
+    def protected(self, repo: str, branch: str) -> bool:
+        """Whether protection refuses direct pushes to that branch.
+
+        Raises `InfraError` when it cannot be told.
+        """
+        ...
+
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """What the forge's CLI and git in a box need, with publish=agent.
+
+        The token and the host by the forge's own names. A forge that gives the
+        box another token than `credential` names it for git as `GIT_PASSWORD` too.
+        """
+        ...
+
 
 FORM_TYPE = "application/x-www-form-urlencoded"
+
+#: By these names git in a box finds the credential of the forge.
+GIT_USERNAME, GIT_PASSWORD = "PI_GIT_USERNAME", "PI_GIT_PASSWORD"
 
 #: Seconds to connect to a forge's API, and between two reads of its answer.
 API_TIMEOUT = (5.0, 10.0)
@@ -2957,7 +3107,8 @@ def _time(value: object) -> float | None:
 
     try:
         moment = datetime.fromisoformat(_str(value))
-        return moment.timestamp() if moment.tzinfo and moment.year > 1970 else None
+        real = moment.tzinfo and 1970 < moment.year < 9999
+        return moment.timestamp() if real else None
     except (ValueError, OverflowError):
         return None
 
@@ -3033,12 +3184,12 @@ class ApiForge(Forge):
 
     #: The field of Settings that holds the webhook's secrets.
     secret_field: ClassVar[str]
-    event_header: ClassVar[str]
-    delivery_header: ClassVar[str]
+    #: The headers that name the event and the delivery; None: the body does.
+    event_header: ClassVar[str | None]
+    delivery_header: ClassVar[str | None]
     #: What doctor says when there is no token, and of missed deliveries.
     token_fix: ClassVar[str]
     outage_hint: ClassVar[str]
-    api: str
     api_headers: ClassVar[Mapping[str, str]] = {}
     #: Which trigger type a served action may fire, by event.
     served: ClassVar[Mapping[str, Mapping[str, str]]]
@@ -3125,6 +3276,9 @@ class ApiForge(Forge):
         response = self._request(what, method, path, token, params, body)
         return self._read(what, answer, response)
 
+    def _sign(self, token: str | None) -> Callable[..., requests.PreparedRequest]:
+        return _bearer(token)
+
     def _request(
         self,
         what: str,
@@ -3135,18 +3289,19 @@ class ApiForge(Forge):
         body: object = None,
         etag: str | None = None,
     ) -> requests.Response:
-        """The bare answer; with an `etag` it may be 304, unchanged since then."""
+        """The bare answer; with an `etag` it may be 304, unchanged since then. A
+        `path` may be a whole URL of the same forge."""
         import requests
 
         unchanged = {"If-None-Match": etag} if etag else {}
         try:
             return self.session.request(
                 method,
-                self.api + path,
+                path if "://" in path else self.api + path,
                 params=dict(params),
                 json=body,
                 headers={**self.api_headers, **unchanged},
-                auth=_bearer(token),
+                auth=self._sign(token),
                 timeout=API_TIMEOUT,
                 allow_redirects=False,
             )
@@ -3181,6 +3336,12 @@ class ApiForge(Forge):
             yield from rows
             if len(rows) < PAGE_SIZE:
                 return
+
+
+def _quoted(segment: str) -> str:
+    from urllib.parse import quote
+
+    return quote(segment, safe="")
 
 
 def _no_token(why: str, fix: str) -> Refused:
@@ -3279,6 +3440,21 @@ class _GitHubDefault(msgspec.Struct):
     default_branch: str
 
 
+class _GitHubClassic(msgspec.Struct):
+    enabled: bool = False
+
+
+class _GitHubProtection(msgspec.Struct):
+    """A branch: `protected` is true for any rule, `protection` is the classic one."""
+
+    protected: bool
+    protection: _GitHubClassic | None = None
+
+
+class _GitHubRule(msgspec.Struct):
+    type: str
+
+
 class _GitHubNote(msgspec.Struct):
     body: str | None = None
     user: _GitHubAccount | None = None
@@ -3298,6 +3474,15 @@ class _GitHubPull(msgspec.Struct):
 
 #: The least an installation token can hold.
 _READ = {"metadata": "read"}
+#: What an installation token in a box may do, and nothing else of what the App may.
+_BOX_MAY = {
+    "contents": "write",
+    "issues": "write",
+    "pull_requests": "write",
+    "metadata": "read",
+}
+#: Rules of a ruleset that refuse a direct push; the others only ask more of it.
+_NO_DIRECT_PUSH = ("pull_request", "update", "merge_queue")
 
 
 def _actor(user: object) -> Actor | None:
@@ -3824,7 +4009,23 @@ class GitHub(PullForge):
             raise _no_token("`gh` has no token", f"gh auth login -h {host}")
         return token, self.clock() + 300
 
-    def _mint(self, repo: str) -> tuple[str, float]:
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """GH_TOKEN, and GH_HOST where that is not github.com (`gh help environment`).
+
+        An App's token is minted for this repository with the least permissions; a
+        personal one is the operator's own.
+        """
+        minted = self.settings.github_auth_source == "app"
+        token = self._mint(repo, _BOX_MAY)[0] if minted else self._token(repo)
+        host = self.clone_url(repo).split("/")[2]
+        found = {"GH_TOKEN": token, "GH_NO_UPDATE_NOTIFIER": "1", GIT_PASSWORD: token}
+        if host != "github.com":
+            found |= {"GH_HOST": host, "GH_ENTERPRISE_TOKEN": token}
+        return found
+
+    def _mint(
+        self, repo: str, permissions: Mapping[str, str] | None = None
+    ) -> tuple[str, float]:
         """An installation token for one repository, and when to stop using it."""
         number = self.settings.github_app_installation
         try:
@@ -3833,7 +4034,9 @@ class GitHub(PullForge):
                 ticket = self._app_jwt()
                 found = self._call(what, _GitHubAccount, "GET", path, ticket)
                 number = str(found.id)
-            only = {"repositories": [repo.rpartition("/")[2]]}
+            only: dict[str, Any] = {"repositories": [repo.rpartition("/")[2]]}
+            if permissions:
+                only["permissions"] = permissions
             made = self._installation_token(number, only)
         except Rejected as error:
             raise _no_token(error.message, "install the App there") from error
@@ -3884,6 +4087,22 @@ class GitHub(PullForge):
 
     def _notes(self, path: str, token: str) -> Iterable[_GitHubNote]:
         return self._pages("read the comments", list[_GitHubNote], path, token)
+
+    def protected(self, repo: str, branch: str) -> bool:
+        """Classic protection is taken at its word; of rulesets only rules that
+        refuse a push count, for `protected` is true for any rule whatever (REST
+        "Get a branch", "Get rules for a branch")."""
+        what, name, token = "read the protection", _quoted(branch), self._token(repo)
+        try:
+            path = f"/repos/{repo}/rules/branches/{name}"
+            found = [*self._pages(what, list[_GitHubRule], path, token)]
+            path = f"/repos/{repo}/branches/{name}"
+            row = self._call(what, _GitHubProtection, "GET", path, token)
+        except Rejected as error:
+            raise InfraError(error.message, "may the token read the branch?") from error
+        classic = row.protected and not found
+        classic = classic or (row.protection is not None and row.protection.enabled)
+        return classic or any(rule.type in _NO_DIRECT_PUSH for rule in found)
 
     def find_request(self, repo: str, head: str) -> Request | None:
         """The open pull request of exactly this branch of this repository.
@@ -4236,12 +4455,6 @@ def _forgejo_added(changes: object) -> tuple[str, ...] | None:
     lists = (told.added_labels, told.removed_labels)
     added, removed = (row if isinstance(row, list) else [] for row in lists)
     return _label_names(*added) if added or removed else None
-
-
-def _quoted(segment: str) -> str:
-    from urllib.parse import quote
-
-    return quote(segment, safe="")
 
 
 def _same_repo(found: _GitHubRepository | None, repo: str) -> bool:
@@ -4775,8 +4988,917 @@ def _header_bytes(text: str) -> bytes:
     return text.encode("latin-1", "backslashreplace")
 
 
+class _AzureUser(msgspec.Struct):
+    id: Any = None
+    displayName: Any = None
+    uniqueName: Any = None
+
+
+class _AzureProject(msgspec.Struct):
+    id: Any = None
+    name: Any = None
+
+
+class _AzureRepository(msgspec.Struct):
+    id: Any = None
+    name: Any = None
+    project: _AzureProject | _Odd = None
+
+
+class _AzureCommit(msgspec.Struct):
+    commitId: Any = None
+
+
+class _AzurePull(msgspec.Struct):
+    pullRequestId: Any = None
+    status: Any = None
+    title: Any = None
+    description: Any = None
+    sourceRefName: Any = None
+    creationDate: Any = None
+    createdBy: _AzureUser | _Odd = None
+    repository: _AzureRepository | _Odd = None
+    lastMergeSourceCommit: _AzureCommit | _Odd = None
+    forkSource: Any = None
+
+
+class _AzureLink(msgspec.Struct):
+    href: Any = None
+
+
+class _AzureLinks(msgspec.Struct):
+    self_: _AzureLink | _Odd = msgspec.field(default=None, name="self")
+    repository: _AzureLink | _Odd = None
+    threads: _AzureLink | _Odd = None
+
+
+class _AzureComment(msgspec.Struct):
+    """A comment on a request: inside a resource 2.0, and all of a resource 1.0."""
+
+    id: Any = None
+    author: _AzureUser | _Odd = None
+    content: Any = None
+    commentType: Any = None
+    isDeleted: Any = None
+    publishedDate: Any = None
+    lastUpdatedDate: Any = None
+    lastContentUpdatedDate: Any = None
+    links: _AzureLinks | _Odd = msgspec.field(default=None, name="_links")
+    comment: _AzureComment | _Odd = None
+    pullRequest: _AzurePull | _Odd = None
+
+
+class _AzureVersion(msgspec.Struct):
+    commentId: Any = None
+    version: Any = None
+    isDeleted: Any = None
+
+
+class _AzureFields(msgspec.Struct):
+    """Fields of a work item: values, or in an update's diff old and new ones."""
+
+    project: Any = msgspec.field(default=None, name="System.TeamProject")
+    title: Any = msgspec.field(default=None, name="System.Title")
+    description: Any = msgspec.field(default=None, name="System.Description")
+    steps: Any = msgspec.field(default=None, name="Microsoft.VSTS.TCM.ReproSteps")
+    tags: Any = msgspec.field(default=None, name="System.Tags")
+    history: Any = msgspec.field(default=None, name="System.History")
+    changer: Any = msgspec.field(default=None, name="System.ChangedBy")
+    changed: Any = msgspec.field(default=None, name="System.ChangedDate")
+
+    def body(self) -> str:
+        """A bug has its steps in the description's place."""
+        return html_text(_str(self.description) or _str(self.steps))
+
+
+class _AzureWorkItem(msgspec.Struct):
+    """A work item, a revision of it, or an update that holds its revision."""
+
+    id: Any = None
+    workItemId: Any = None
+    rev: Any = None
+    revisedBy: _AzureUser | _Odd = None
+    fields: _AzureFields | _Odd = None
+    revision: _AzureWorkItem | _Odd = None
+    commentVersionRef: _AzureVersion | _Odd = None
+
+
+class _AzureContainers(msgspec.Struct):
+    project: _AzureProject | _Odd = None
+
+
+class _AzureDelivery(msgspec.Struct):
+    id: Any = None
+    subscriptionId: Any = None
+    notificationId: Any = None
+    eventType: Any = None
+    createdDate: Any = None
+    resource: msgspec.Raw = msgspec.Raw(b"null")
+    resourceContainers: _AzureContainers | _Odd = None
+
+
+class _AzureRows(msgspec.Struct, Generic[T]):
+    """A list as the API wraps it; a server of one's own may leave it out."""
+
+    value: list[T] | None = None
+
+
+class _AzureArea(msgspec.Struct):
+    id: str
+    locationUrl: str
+
+
+class _AzureConnection(msgspec.Struct):
+    authenticatedUser: _AzureUser
+
+
+class _AzureValue(msgspec.Struct):
+    value: str
+
+
+class _AzureGroup(msgspec.Struct):
+    descriptor: str
+    displayName: str = ""
+
+
+class _AzureMembership(msgspec.Struct):
+    containerDescriptor: str
+
+
+class _AzureIdentity(msgspec.Struct):
+    memberOf: list[str] | None = None
+    properties: dict[str, Any] = {}
+
+    def property(self, name: str) -> str:
+        value = self.properties.get(name)
+        return _str(value.get("$value") if isinstance(value, dict) else value)
+
+
+class _AzureIteration(msgspec.Struct):
+    id: int
+    author: _AzureUser | _Odd = None
+
+
+class _AzureDefault(msgspec.Struct):
+    id: str
+    defaultBranch: str | None = None
+
+
+class _AzureRequest(msgspec.Struct):
+    pullRequestId: int
+    title: str = ""
+    sourceRefName: str = ""
+    forkSource: Any = None
+
+
+class _AzureNote(msgspec.Struct):
+    """A comment of ours or of others, on a request or on a work item."""
+
+    id: int | None = None
+    content: str | None = None
+    text: str | None = None
+    author: _AzureUser | None = None
+    createdBy: _AzureUser | None = None
+    isDeleted: bool = False
+
+
+class _AzureThread(msgspec.Struct):
+    comments: list[_AzureNote] | None = None
+
+
+class _AzureNotes(msgspec.Struct):
+    comments: list[_AzureNote] = []
+    continuationToken: str | None = None
+
+
+class _AzurePolicyType(msgspec.Struct):
+    id: str
+
+
+class _AzurePolicy(msgspec.Struct):
+    type: _AzurePolicyType
+    isEnabled: bool = False
+    isBlocking: bool = False
+    isDeleted: bool = False
+
+
+_GUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
+_AZURE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+#: Names of projects and repositories (learn.microsoft.com, "Naming restrictions").
+_AZURE_NAME = re.compile(r"(?![_. ])[^/\\:~&%;@'\"?<>|#$*{},+=\[\]]{1,64}(?<![. ])")
+_AZURE_REF = re.compile(r"refs/heads/(?!-)[^\x00-\x20\x7f~^:?*\[\\]{1,244}")
+_AZURE_PULL = re.compile(
+    r"(?:/(?P<project>[^/]+))?/_apis/git/repositories/(?P<repo>[^/?#]+)"
+    r"(?:/pullRequests/(?P<number>[0-9]{1,16})(?:/threads/(?P<thread>[0-9]{1,16}))?)?",
+    re.I,
+)
+#: The zero GUID, and who nobody is: a token that does not hold may be taken for him.
+_NOBODY = tuple(re.sub("x", c, "x" * 8 + "-xxxx" * 3 + "-" + "x" * 12) for c in "0a")
+#: An address in HTML that no link holds; those of our comments would be dead text.
+_BARE_URL = re.compile(r"(?<=[\s>])(?<!\">)https?://[^\s<]+(?<![.,;:!?)])")
+#: Branch policies that let a branch change through a request only (learn.microsoft.com,
+#: "Policy types"); those on file sizes or names do not.
+_AZURE_PROTECTION = frozenset(
+    (
+        "fa4e907d-c16b-4a4c-9dfa-4906e5d171dd",  # reviewers, so many
+        "fd2167ab-b0be-447a-8ec8-39368250530e",  # reviewers, by name
+        "40e92b44-2fe1-4dd6-b3d8-74a9c21d0c6e",  # linked work items
+        "c6a1889d-b943-4856-b76f-9e46bb6b0df2",  # resolved comments
+        "0609b952-1397-4640-95ec-e00a01b2c241",  # build
+        "cbdc66da-9728-4af8-aada-9a5a32e4a226",  # status
+        "fa4e907d-c16b-4a4c-9dfa-4916e5d171ab",  # merge strategy
+    )
+)
+
+
+def _guid(value: object) -> str | None:
+    text = _str(value).lower()
+    known = _GUID.fullmatch(text) and text not in _NOBODY
+    return text if known else None
+
+
+def _azure_name(value: object) -> str | None:
+    """A project's or repository's name that is safe as a path segment."""
+    text = _str(value)
+    return text if _AZURE_NAME.fullmatch(text) and text.isprintable() else None
+
+
+def _azure_actor(user: object) -> Actor | None:
+    found = _shaped(_AzureUser, user)
+    number = _guid(found.id)
+    return Actor(number, _str(found.uniqueName)) if number else None
+
+
+def _azure_changer(value: object) -> Actor | None:
+    """Who a work item's `System.ChangedBy` names.
+
+    Newer versions give an identity; older ones `Name <mail>`, of which only what
+    stands in the trailing brackets counts. The id of such an actor is no GUID: it
+    is unproven until the API has told the identity behind it.
+    """
+    if isinstance(value, dict):
+        number = _guid(value.get("id"))
+        return Actor(number, _str(value.get("uniqueName"))) if number else None
+    text = _str(value).strip()
+    mail = re.search(r"<([^<>]+)>\Z", text)
+    unproven = f"unproven-{_digest(text, 16)}"
+    return Actor(unproven, mail[1].strip() if mail else "") if text else None
+
+
+def _azure_tags(value: object) -> tuple[str, ...]:
+    """`"a; b"` as names; the first spelling of those that differ in case."""
+    found: dict[str, str] = {}
+    for name in map(str.strip, _str(value).split(";")):
+        found.setdefault(name.casefold(), name)
+    return tuple(filter(None, found.values()))
+
+
+def _azure_ref(value: object) -> str | None:
+    """A branch's full name, fit to be asked for (git-check-ref-format(1))."""
+    text = _str(value)
+    odd = re.search(r"\.\.|//|@\{|/\.|\.lock(?:/|\Z)|[./]\Z", text)
+    return text if _AZURE_REF.fullmatch(text) and not odd else None
+
+
+class Azure(ApiForge):
+    """dev.azure.com, and Azure DevOps Server from 2019 Update 1 on.
+
+    Facts: learn.microsoft.com "Service hooks events", "Web Hooks", and the REST
+    pages of Git, Work Item Tracking, Graph, Identities, Policy, version 5.1.
+    """
+
+    kind: ForgeKind = "azure"
+    secret_field = "azure_webhook_secret"
+    event_header = None
+    delivery_header = None
+    token_fix = "set AZURE_TOKEN; see the README"
+    outage_hint = (
+        "a subscription that failed too often is off until it is enabled again"
+    )
+    api_headers = {
+        "Accept": "application/json",
+        "User-Agent": f"pidispatch/{__version__}",
+        "X-TFS-FedAuthRedirect": "Suppress",
+    }
+    version = "5.1"
+    #: Event, the rules' word for it, and the type of rule that it may fire.
+    events: ClassVar[Mapping[str, tuple[str, str | None, str]]] = {
+        "workitem.created": ("workitem", "created", "label"),
+        "workitem.updated": ("workitem", "updated", "label"),
+        "workitem.commented": ("workitem", "commented", "comment"),
+        "git.pullrequest.created": ("git.pullrequest", "created", "pull_request"),
+        "git.pullrequest.updated": ("git.pullrequest", "updated", "pull_request"),
+        "ms.vss-code.git-pullrequest-comment-event": (
+            "ms.vss-code.git-pullrequest-comment-event",
+            None,
+            "comment",
+        ),
+    }
+    #: What an update's status makes of the request; an active one may always have been.
+    endings: ClassVar[Mapping[str, Ending]] = {
+        "completed": "merged",
+        "abandoned": "closed",
+        "active": "reopened",
+    }
+    #: Services with an address of their own (azure-devops-python-api, resource areas).
+    graph_area = "bb1e7ec9-e901-4b68-999a-de7012b920f8"
+    identity_area = "8a3d49b8-91f0-46ef-b33d-dda338c25db3"
+    #: Project groups that do not let anybody steer; the second holds everyone.
+    onlookers = frozenset(("readers", "project valid users"))
+    #: The most pages of a list, groups of a person, and descriptors in one question.
+    pages, walk, together = 20, 200, 20
+
+    def __init__(
+        self, settings: Settings, session: requests.Session, clock: Clock = time.time
+    ) -> None:
+        super().__init__(settings, session, clock)
+        self.api = settings.azure_org_url or ""
+        self._areas: dict[str, str] | None = None
+
+    # --- a delivery
+
+    def verify(self, headers: Mapping[str, str], body: bytes) -> None:
+        """Azure signs nothing: the secret itself comes along."""
+        import hmac
+
+        basic = self.settings.azure_webhook_mode == "basic"
+        given = self._basic(headers) if basic else self._named(headers)
+        held = False
+        for secret in self.settings.azure_webhook_secret:
+            known, said = secret.encode(), given
+            if basic and ":" not in secret:
+                said = given.partition(b":")[2]
+            held |= hmac.compare_digest(known, said)
+        if not held or not given:
+            raise Unauthorized("azure: the credential does not hold")
+
+    @staticmethod
+    def _basic(headers: Mapping[str, str]) -> bytes:
+        """`user:password` of the Authorization header; nothing if there is none."""
+        import base64
+
+        scheme, _, pair = headers.get("authorization", "").partition(" ")
+        try:
+            decoded = base64.b64decode(pair.strip().encode("ascii"), validate=True)
+        except ValueError:
+            return b""
+        return decoded if scheme.lower() == "basic" and b":" in decoded else b""
+
+    def _named(self, headers: Mapping[str, str]) -> bytes:
+        name = (self.settings.azure_webhook_header or "").lower()
+        # http.server reads header bytes as latin-1
+        return headers.get(name, "").encode("latin-1", "replace") if name else b""
+
+    def parse(self, headers: Mapping[str, str], body: bytes) -> Event:
+        sent = _decode(_AzureDelivery, body)
+        ids = (sent.subscriptionId, sent.notificationId, sent.id)
+        texts = filter(str.strip, (_id(part) or _str(part) for part in ids))
+        # an odd part still tells deliveries apart, and must not look like two
+        safe = (t if _AZURE_ID.fullmatch(t) else f"h{_digest(t)}" for t in texts)
+        delivery = ".".join(safe)
+        if not delivery:
+            raise Malformed("no subscriptionId, notificationId or id")
+        known = self.events.get(_str(sent.eventType))
+        name, action, kind = known or (_str(sent.eventType), None, None)
+        event = Event(
+            forge="azure",
+            delivery=delivery,
+            name=name,
+            action=action,
+            kind=cast(Any, kind),
+            fault=None if known else "unhandled-event",
+            when=_time(sent.createdDate),
+        )
+        if name.startswith("workitem"):
+            event = self._work_item(event, sent)
+        elif name.startswith("git.pullrequest") or kind == "comment":
+            event = self._on_request(event, sent)
+        if event.fault or (event.repo and event.target):
+            return event
+        lacks = "missing-number" if event.repo else "no-repository"
+        return msgspec.structs.replace(event, fault=lacks)
+
+    @staticmethod
+    def _resource(kind: type[T], sent: _AzureDelivery) -> T:
+        return _shaped(kind, _decode(cast(type[T], kind | _Odd), bytes(sent.resource)))
+
+    def _work_item(self, event: Event, sent: _AzureDelivery) -> Event:
+        """A work item has a project and no repository: a rule names that."""
+        item = self._resource(_AzureWorkItem, sent)
+        now = item
+        if event.action == "updated":
+            now = _shaped(_AzureWorkItem, item.revision)
+        fields = _shaped(_AzureFields, now.fields)
+        number = _number(item.workItemId) or _number(now.id)
+        actor = _azure_actor(item.revisedBy) or _azure_changer(fields.changer)
+        rev = _number(now.rev) or _number(item.rev)
+        tags, added = _azure_tags(fields.tags), self._added(item)
+        event = msgspec.structs.replace(
+            event,
+            repo=_azure_name(fields.project),
+            repo_id=_guid(self._project(sent)),
+            target=Target("issue", number, _str(fields.title), fields.body())
+            if number
+            else None,
+            actor=actor,
+            labels=_azure_tags(";".join((*tags, *added))),
+            added=None if event.action == "created" else added,
+            rev=rev,
+            when=_time(fields.changed) or event.when,
+            incomplete=bool(actor and not _guid(actor.id) and actor.login and rev),
+        )
+        return self._remark(event, item, fields) if event.kind == "comment" else event
+
+    @staticmethod
+    def _project(sent: _AzureDelivery) -> object:
+        containers = _shaped(_AzureContainers, sent.resourceContainers)
+        return _shaped(_AzureProject, containers.project).id
+
+    @staticmethod
+    def _added(item: _AzureWorkItem) -> tuple[str, ...]:
+        """The tags an update added; none where it did not change the tags."""
+        change = _shaped(_AzureFields, item.fields).tags
+        if not isinstance(change, dict):
+            return ()
+        before = {name.casefold() for name in _azure_tags(change.get("oldValue"))}
+        now = _azure_tags(change.get("newValue"))
+        return tuple(name for name in now if name.casefold() not in before)
+
+    @staticmethod
+    def _remark(event: Event, item: _AzureWorkItem, fields: _AzureFields) -> Event:
+        """A comment on a work item is HTML."""
+        version = _shaped(_AzureVersion, item.commentVersionRef)
+        again = version.isDeleted is True or (_number(version.version) or 1) > 1
+        return msgspec.structs.replace(
+            event,
+            comment=_str(fields.history),
+            comment_id=_id(version.commentId),
+            markup="html",
+            fault="action-not-actionable" if again else event.fault,
+        )
+
+    def _on_request(self, event: Event, sent: _AzureDelivery) -> Event:
+        if event.kind == "comment":
+            return self._said(event, sent)
+        pull = self._resource(_AzurePull, sent)
+        event = self._about(event, pull)
+        if event.action is None:
+            return event
+        if event.action == "created":
+            when = _time(pull.creationDate) or event.when
+            return msgspec.structs.replace(event, actor=event.author, when=when)
+        # an update is anything, votes too, and names nobody: the author stands in
+        # until the API has told who pushed
+        over = None if pull.status in ("active", None) else "action-not-actionable"
+        return msgspec.structs.replace(
+            event,
+            actor=event.author,
+            fault=over,
+            incomplete=over is None,
+            ending=self.endings.get(_str(pull.status)),
+        )
+
+    @staticmethod
+    def _about(event: Event, pull: _AzurePull) -> Event:
+        """The event with what a pull request object tells."""
+        repository = _shaped(_AzureRepository, pull.repository)
+        project = _azure_name(_shaped(_AzureProject, repository.project).name)
+        name, number = _azure_name(repository.name), _number(pull.pullRequestId)
+        title, body = _str(pull.title), _str(pull.description)
+        sha = _str(_shaped(_AzureCommit, pull.lastMergeSourceCommit).commitId)
+        return msgspec.structs.replace(
+            event,
+            repo=f"{project}/{name}" if project and name else None,
+            repo_id=_guid(repository.id),
+            target=Target("pull_request", number, title, body) if number else None,
+            author=_azure_actor(pull.createdBy),
+            head=sha if _SHA.fullmatch(sha) else None,
+            # the branch of a fork is not in this repository
+            head_ref=None if pull.forkSource else _azure_ref(pull.sourceRefName),
+        )
+
+    def _said(self, event: Event, sent: _AzureDelivery) -> Event:
+        """A comment on a request; resource 1.0 has it without the request."""
+        resource = self._resource(_AzureComment, sent)
+        said = resource
+        if resource.comment is not None:
+            said = _shaped(_AzureComment, resource.comment)
+        where = self._place(said)
+        thread, number = where.get("thread"), _id(said.id)
+        event = msgspec.structs.replace(
+            event,
+            actor=_azure_actor(said.author),
+            comment=_str(said.content),
+            comment_id=f"{thread}.{number}" if thread and number else None,
+            when=_time(said.publishedDate) or event.when,
+            fault=None if self._is_new(said) else "action-not-actionable",
+        )
+        if resource.pullRequest is not None:
+            return self._about(event, _shaped(_AzurePull, resource.pullRequest))
+        return self._linked(event, where, self._project(sent))
+
+    @staticmethod
+    def _is_new(said: _AzureComment) -> bool:
+        """Whether the comment was just written: its content is as old as itself.
+
+        Created, edited and deleted ones come as the same event. Two seconds are for
+        dates taken one after the other; of two dates the earlier one decides.
+        """
+        told = (said.lastContentUpdatedDate, said.lastUpdatedDate)
+        dates = [when for when in map(_time, told) if when is not None]
+        born = _time(said.publishedDate)
+        fresh = born is not None and bool(dates) and min(dates) - born <= 2
+        return fresh and said.isDeleted is not True and said.commentType != "system"
+
+    @staticmethod
+    def _place(said: _AzureComment) -> dict[str, str]:
+        """What the comment's links tell: project, repo, number, thread."""
+        links = _shaped(_AzureLinks, said.links)
+        told: dict[str, str] = {}
+        for link in (links.repository, links.self_, links.threads):
+            found = _AZURE_PULL.search(_str(_shaped(_AzureLink, link).href))
+            if found:
+                told |= {k: v for k, v in found.groupdict().items() if v}
+        return told
+
+    @staticmethod
+    def _linked(event: Event, where: Mapping[str, str], project: object) -> Event:
+        """The request that only links name, by GUIDs that the API takes for names."""
+        scope = _guid(where.get("project")) or _guid(project)
+        repo, number = _guid(where.get("repo")), int(where.get("number", 0))
+        if not (scope and repo and 1 <= number <= MAX_NUMBER):
+            fault = event.fault or "missing-number"
+            return msgspec.structs.replace(event, fault=fault)
+        return msgspec.structs.replace(
+            event,
+            repo=f"{scope}/{repo}",
+            repo_id=repo,
+            target=Target("pull_request", number),
+            incomplete=event.fault is None,
+        )
+
+    # --- the API
+
+    def _sign(self, token: str | None) -> Callable[..., requests.PreparedRequest]:
+        """Basic authentication with the token as the password and no user."""
+        from requests.auth import HTTPBasicAuth
+
+        return HTTPBasicAuth("", token or "")
+
+    def _token(self) -> str:
+        if self.settings.azure_token is None:
+            raise _no_token("Azure DevOps has no token", "set AZURE_TOKEN")
+        return self.settings.azure_token
+
+    def _ask(
+        self,
+        what: str,
+        answer: type[T],
+        path: str,
+        method: str = "GET",
+        body: object = None,
+        preview: str = "",
+        **params: str | int,
+    ) -> T:
+        """One call as ourselves; `preview` is the suffix of an unfinished API."""
+        params["api-version"] = self.version + preview
+        return self._call(what, answer, method, path, self._token(), body, **params)
+
+    def _read(self, what: str, answer: type[T], response: requests.Response) -> T:
+        """A token that does not hold may be answered 203 with a page to sign in."""
+        page = response.headers.get("content-type", "").startswith("text/html")
+        if response.status_code == 203 or (response.status_code == 200 and page):
+            said = f"{self.kind}: cannot {what}: the token was not accepted"
+            raise Rejected(said, 401)
+        return super()._read(what, answer, response)
+
+    def _rows(
+        self,
+        what: str,
+        row: type[T],
+        path: str,
+        preview: str = "",
+        **params: str | int,
+    ) -> Iterator[T]:
+        """Every row of a list that is continued by a header."""
+        params["api-version"] = self.version + preview
+        for _ in range(self.pages):
+            response = self._request(what, "GET", path, self._token(), params)
+            answer: Any = _AzureRows[row]  # type: ignore[valid-type]
+            yield from self._read(what, answer, response).value or ()
+            more = response.headers.get("x-ms-continuationtoken")
+            if not more:
+                return
+            params["continuationToken"] = more
+        raise InfraError(f"{self.kind}: cannot {what}: more than {self.pages} pages")
+
+    def _area(self, area: str) -> str | None:
+        """Where a service is; None on a server, which has everything at one place."""
+        if self._areas is None:
+            what, path = "find the services", "/_apis/resourceAreas"
+            rows = self._rows(what, _AzureArea, path, "-preview.1")
+            found = {row.id.lower(): row.locationUrl.rstrip("/") for row in rows}
+            scheme = self.api.partition("://")[0]
+            if any(url.partition("://")[0] != scheme for url in found.values()):
+                raise InfraError(f"azure: cannot {what}: one is not at {scheme}")
+            self._areas = found
+        return self._areas.get(area)
+
+    @contextlib.contextmanager
+    def _could_not_tell(self) -> Iterator[None]:
+        """A no that is not about the question asked is no answer to it."""
+        try:
+            yield
+        except (Rejected, Refused) as error:
+            raise InfraError(error.message, error.fix) from error
+
+    # --- who asked
+
+    def complete(self, event: Event) -> Event:
+        event = msgspec.structs.replace(event, incomplete=False)
+        with self._could_not_tell():
+            if event.rev is not None:
+                return self._revised(event)
+            if event.kind == "comment":
+                return self._about(event, self._pull(event))
+            return self._pushed(event)
+
+    def _revised(self, event: Event) -> Event:
+        """The identity behind `Name <mail>`: the API names the revision's author.
+
+        It must have that very mail; whatever stands in a display name is nothing.
+        """
+        assert event.repo and event.target and event.actor
+        what, project = "read the revision", _quoted(event.repo)
+        number = event.target.number
+        path = f"/{project}/_apis/wit/workItems/{number}/revisions/{event.rev}"
+        found = self._ask(what, _AzureWorkItem, path)
+        told = _azure_changer(_shaped(_AzureFields, found.fields).changer)
+        if told is None or told.login.casefold() != event.actor.login.casefold():
+            return event
+        return msgspec.structs.replace(event, actor=told)
+
+    def _pull(self, event: Event) -> _AzurePull:
+        assert event.repo and event.target
+        what, path = "read the pull request", self._pulls(event.repo)
+        return self._ask(what, _AzurePull, f"{path}/{event.target.number}")
+
+    def _pushed(self, event: Event) -> Event:
+        """An update's actor is who pushed last, else whose request it is."""
+        assert event.repo and event.target
+        path = f"{self._pulls(event.repo)}/{event.target.number}/iterations"
+        rows = list(self._rows("read the iterations", _AzureIteration, path))
+        newest = max(rows, key=lambda row: row.id, default=None)
+        actor = _azure_actor(newest.author) if newest else None
+        return msgspec.structs.replace(event, actor=actor or event.author)
+
+    def authority(self, event: Event) -> Literal["allowed", "denied", "ask"]:
+        """A bare display name proves nothing; a GUID is asked about."""
+        return "ask" if event.actor and _guid(event.actor.id) else "denied"
+
+    def ask(self, event: Event) -> bool:
+        """Whether the actor is a member of the project, onlookers aside.
+
+        Graph shows a directory group's members only where they were listed by
+        name; the identity service, the only one a server has, knows all groups.
+        """
+        if event.repo is None or event.actor is None:
+            return False
+        project = event.repo.partition("/")[0]
+        what, path = "read the project", f"/_apis/projects/{_quoted(project)}"
+        with self._could_not_tell():
+            scope = _guid(self._ask(what, _AzureProject, path).id)
+            if scope is None:
+                raise InfraError(f"azure: cannot {what}: it has no id")
+            graph = self._area(self.graph_area)
+            if graph and self._in_graph(graph, scope, event.actor.id):
+                return True
+            return self._in_identities(scope, event.actor.id)
+
+    def _in_graph(self, graph: str, scope: str, actor: str) -> bool:
+        """Walk up from the actor through groups to one of the project's."""
+        at, want = self._descriptor(graph, actor), self._descriptor(graph, scope)
+        if at is None or want is None:
+            return False
+        what, path = "read the project's groups", f"{graph}/_apis/graph/groups"
+        asked: dict[str, Any] = {"scopeDescriptor": want}
+        rows = list(self._rows(what, _AzureGroup, path, "-preview.1", **asked))
+        barred = {g.descriptor for g in rows if g.displayName.lower() in self.onlookers}
+        ours, seen, todo = {g.descriptor for g in rows} - barred, barred, [at]
+        while todo:
+            path = f"{graph}/_apis/graph/memberships/{_quoted(todo.pop())}"
+            up = self._rows(
+                "read the memberships", _AzureMembership, path, "-preview.1"
+            )
+            new = {row.containerDescriptor for row in up} - seen
+            if new & ours:
+                return True
+            seen, todo = seen | new, [*todo, *new]
+            if len(seen) > self.walk:
+                raise InfraError("azure: too many groups to tell a membership")
+        return False
+
+    def _descriptor(self, graph: str, guid: str) -> str | None:
+        path = f"{graph}/_apis/graph/descriptors/{guid}"
+        try:
+            what = "find the descriptor"
+            return self._ask(what, _AzureValue, path, preview="-preview.1").value
+        except Rejected as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def _in_identities(self, scope: str, actor: str) -> bool:
+        """Whether a group of the project is among all those the actor is in."""
+        who = {"identityIds": actor, "queryMembership": "Expanded"}
+        above = [g for row in self._identities(**who) for g in row.memberOf or ()]
+        domain = f"vstfs:///classification/teamproject/{scope}"
+        for first in range(0, len(above), self.together):
+            some = ",".join(above[first : first + self.together])
+            for group in self._identities(descriptors=some):
+                inside = group.property("Domain").lower() == domain
+                everyone = group.property("SpecialType") == "EveryoneApplicationGroup"
+                onlooks = group.property("Account").lower() in self.onlookers
+                if inside and not everyone and not onlooks:
+                    return True
+        return False
+
+    def _identities(self, **which: str) -> list[_AzureIdentity]:
+        base = self._area(self.identity_area) or self.api
+        answer = _AzureRows[_AzureIdentity | None]
+        found = self._ask(
+            "read identities", answer, f"{base}/_apis/identities", **which
+        )
+        return [row for row in found.value or () if row]
+
+    def _who_we_are(self) -> str | None:
+        if self.settings.azure_token is None:
+            return None
+        what, path = "read our own account", "/_apis/connectionData"
+        found = self._ask(what, _AzureConnection, path, preview="-preview")
+        own = _guid(found.authenticatedUser.id)
+        if own is None:
+            raise InfraError(f"azure: cannot {what}: the token was not accepted")
+        return own
+
+    # --- the repository and its requests
+
+    def credential(self, repo: str) -> Credential:
+        """The operator's token; git sends no password without a user."""
+        return Credential("oauth2", self._token())
+
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        """What `az` with its devops extension reads."""
+        token = self._token()
+        return {"AZURE_DEVOPS_EXT_PAT": token, "AZURE_DEVOPS_ORG_URL": self.api}
+
+    def clone_url(self, repo: str) -> str:
+        project, _, name = repo.partition("/")
+        return f"{self.api}/{_quoted(project)}/_git/{_quoted(name)}"
+
+    @staticmethod
+    def _repository(repo: str) -> str:
+        project, _, name = repo.partition("/")
+        return f"/{_quoted(project)}/_apis/git/repositories/{_quoted(name)}"
+
+    def _pulls(self, repo: str) -> str:
+        return self._repository(repo) + "/pullrequests"
+
+    def default_branch(self, repo: str) -> str:
+        what = "read the repository"
+        found = self._ask(what, _AzureDefault, self._repository(repo)).defaultBranch
+        if found is None:
+            raise Rejected(f"azure: cannot {what}: it has no branch", 404)
+        return found.removeprefix("refs/heads/")
+
+    def protected(self, repo: str, branch: str) -> bool:
+        """Whether a branch policy makes everyone go through a request.
+
+        Who may bypass policies is not told to anybody else.
+        """
+        project = _quoted(repo.partition("/")[0])
+        path = f"/{project}/_apis/git/policy/configurations"
+        with self._could_not_tell():
+            what = "read the repository"
+            number = self._ask(what, _AzureDefault, self._repository(repo)).id
+            asked: dict[str, Any] = {"repositoryId": number}
+            asked["refName"] = f"refs/heads/{branch}"
+            what, preview = "read the branch policies", "-preview.1"
+            return any(
+                row.isEnabled and row.isBlocking and not row.isDeleted
+                for row in self._rows(what, _AzurePolicy, path, preview, **asked)
+                if row.type.id.lower() in _AZURE_PROTECTION
+            )
+
+    def item(self, repo: str, target: Target) -> Target:
+        if target.type == "pull_request":
+            what, path = "read the pull request", self._pulls(repo)
+            pull = self._ask(what, _AzurePull, f"{path}/{target.number}")
+            title, body = _str(pull.title), _str(pull.description)
+        else:
+            path = f"{self._items(repo)}/{target.number}"
+            found = self._ask("read the work item", _AzureWorkItem, path)
+            fields = _shaped(_AzureFields, found.fields)
+            title, body = _str(fields.title), fields.body()
+        return msgspec.structs.replace(target, title=title, body=body)
+
+    @staticmethod
+    def _items(repo: str) -> str:
+        return f"/{_quoted(repo.partition('/')[0])}/_apis/wit/workItems"
+
+    def comment(self, repo: str, target: Target, text: str, marker: str) -> None:
+        if target.type == "pull_request":
+            path = f"{self._pulls(repo)}/{target.number}/threads"
+            self._comment_request(path, text, marker)
+        else:
+            path = f"{self._items(repo)}/{target.number}/comments"
+            self._comment_item(path, text, marker)
+
+    def _ours(self, user: _AzureUser | None) -> bool:
+        own = self.own_id()
+        return user is None or own is None or _guid(user.id) == own
+
+    def _comment_request(self, path: str, text: str, marker: str) -> None:
+        """One closed thread: an open one may keep the request from completing."""
+        for thread in self._rows("read the comments", _AzureThread, path):
+            for note in thread.comments or ():
+                if self._ours(note.author) and marker in (note.content or ""):
+                    return
+        said = text if marker in text else f"{text}\n\n{marker}"
+        first = {"parentCommentId": 0, "content": said, "commentType": "text"}
+        asked = {"comments": [first], "status": "closed"}
+        self._ask("comment", _AzureThread, path, "POST", asked)
+
+    def _comment_item(self, path: str, text: str, marker: str) -> None:
+        """A work item's comments are HTML, and hidden comments in it do not last.
+
+        So the marker is the last line's text, where no agent's text can stand.
+        """
+        mark = marker.strip("<!-> ")
+        for note in self._notes(path):
+            said = html_text(note.text or "")
+            if self._ours(note.createdBy) and said.endswith(mark):
+                return
+        from markdown_it import MarkdownIt
+
+        plain = text.replace(marker, "").rstrip()
+        shown = MarkdownIt("commonmark", {"html": False}).enable("table").render(plain)
+        shown = _BARE_URL.sub(r'<a href="\g<0>">\g<0></a>', shown)
+        shown += f'<div style="display:none">{mark}</div>'
+        asked = {"text": shown}
+        self._ask("comment", _AzureNote, path, "POST", asked, "-preview.3")
+
+    def _notes(self, path: str) -> Iterator[_AzureNote]:
+        asked: dict[str, Any] = {"$top": PAGE_SIZE, "order": "desc"}
+        for _ in range(self.pages):
+            what, preview = "read the comments", "-preview.3"
+            page = self._ask(what, _AzureNotes, path, preview=preview, **asked)
+            yield from page.comments
+            if not page.continuationToken:
+                return
+            asked["continuationToken"] = page.continuationToken
+
+    def find_request(self, repo: str, head: str) -> Request | None:
+        """The active pull request of exactly this branch of this repository."""
+        ref = f"refs/heads/{head}"
+        asked: dict[str, Any] = {"searchCriteria.status": "active"}
+        asked |= {"searchCriteria.sourceRefName": ref, "$top": PAGE_SIZE}
+        what = "look for the pull request"
+        for row in self._rows(what, _AzureRequest, self._pulls(repo), **asked):
+            if row.sourceRefName == ref and not row.forkSource:
+                return self._as_request(repo, row)
+        return None
+
+    def _as_request(self, repo: str, row: _AzureRequest) -> Request:
+        url = f"{self.clone_url(repo)}/pullrequest/{row.pullRequestId}"
+        return Request(row.pullRequestId, url, row.title)
+
+    def open_request(
+        self, repo: str, head: str, base: str, title: str, body: str
+    ) -> Request:
+        what = "open the pull request"
+        asked = {"title": title, "description": body[:4_000]}
+        asked["sourceRefName"] = f"refs/heads/{head}"
+        asked["targetRefName"] = f"refs/heads/{base}"
+        try:
+            row = self._ask(what, _AzureRequest, self._pulls(repo), "POST", asked)
+        except Rejected as error:
+            found = self.find_request(repo, head) if error.status == 409 else None
+            if found is None:
+                raise
+            return found
+        return self._as_request(repo, row)
+
+    def retitle_request(self, repo: str, number: int, title: str) -> None:
+        what, path = "retitle the pull request", f"{self._pulls(repo)}/{number}"
+        self._ask(what, _AzureRequest, path, "PATCH", {"title": title})
+
+
 _FORGE_CLASSES: dict[str, type[ApiForge]] = {
-    made.kind: made for made in (GitHub, GitLab, Forgejo)
+    "github": GitHub,
+    "gitlab": GitLab,
+    "forgejo": Forgejo,
+    "azure": Azure,
 }
 
 
@@ -4845,7 +5967,8 @@ def trial_headers(
     """`Name: value` lines as headers, with the event and the delivery filled in.
 
     The event is, in this order, its header, `event`, what the body tells, the
-    first part of the file's name. Raises ConfigError, OSError or Malformed.
+    first part of the file's name; a forge that names both in the body needs
+    none of that. Raises ConfigError, OSError or Malformed.
     """
     given: dict[str, str] = {}
     for line in headers:
@@ -4853,10 +5976,11 @@ def trial_headers(
         if not colon or not name.strip():
             raise ConfigError(f"{json.dumps(line)} is no header", "write 'Name: value'")
         given[name.strip().lower()] = value.strip()
-    if forge.event_header not in given:
+    if forge.event_header and forge.event_header not in given:
         told = event or forge.event_of(forge.json_of(given, path.read_bytes()))
         given[forge.event_header] = told or path.name.partition(".")[0]
-    given.setdefault(forge.delivery_header, "dry-run")
+    if forge.delivery_header:
+        given.setdefault(forge.delivery_header, "dry-run")
     return given
 
 
@@ -5047,6 +6171,7 @@ class Workspace(msgspec.Struct, frozen=True, omit_defaults=True):
     lease: str | None = None
     request_sha: str | None = None
     lineage: Lineage | None = None
+    publish: Literal["host", "agent"] = "host"
 
 
 class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -5191,6 +6316,16 @@ UPDATE jobs SET scope = json_extract(payload, '$.kind') || ':'
 UPDATE ledger SET scope = (SELECT scope FROM jobs WHERE jobs.id = ledger.job_id);
 """
 
+#: Comments that started work: a forge that words an edit as it words a new comment
+#: must not start it again.
+_SCHEMA_COMMENTS = """
+CREATE TABLE comments (
+    kind TEXT NOT NULL, target TEXT NOT NULL, comment TEXT NOT NULL, at REAL NOT NULL,
+    PRIMARY KEY (kind, target, comment)
+) STRICT;
+CREATE INDEX comments_at ON comments (at);
+"""
+
 #: What people make of the requests we opened: `request_key` finds the run, `endings`
 #: counts how often its request ended, `ended_when` is the newest event's time; and the
 #: siblings' requests that are still to be told of one.
@@ -5216,6 +6351,7 @@ _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("001-first", _SCHEMA_1),
     ("002-caps", _SCHEMA_CAPS),
     ("002-limited", _SCHEMA_LIMITED),
+    ("002-comments", _SCHEMA_COMMENTS),
     ("003-picks", _SCHEMA_PICKS),
 )
 
@@ -6201,10 +7337,13 @@ def _judged(
     if any(_window_holds(db, job, delivery.when) for job in jobs):
         return Admission("coalesced")
     target = jobs[0].title
+    if _acted_on(db, delivery.event, target):
+        return Admission("duplicate")
     if hourly and _recent(db, jobs[0], delivery.received) >= hourly:
         _put_limited(db, jobs[0], delivery.received)
         return Admission("rate-limited")
     _put_delivery(db, delivery, target, "admitted", None)
+    _remember_comment(db, delivery, target)
     for job in jobs:
         _put_job(db, job, delivery.when, delivery.received)
     return Admission("queued", tuple(job.id for job in jobs))
@@ -6216,6 +7355,19 @@ def _known(db: sqlite3.Connection, delivery: Delivery) -> bool:
              ((id = ?2 AND state = 'admitted') OR (body_sha = ?3 AND id <> ?2))"""
     values = (delivery.event.forge, delivery.id, delivery.body_sha)
     return db.execute(sql, values).fetchone() is not None
+
+
+def _acted_on(db: sqlite3.Connection, event: Event, target: str) -> bool:
+    sql = "SELECT 1 FROM comments WHERE kind = ? AND target = ? AND comment = ?"
+    values = (event.forge, target, event.comment_id)
+    return db.execute(sql, values).fetchone() is not None
+
+
+def _remember_comment(db: sqlite3.Connection, delivery: Delivery, target: str) -> None:
+    event = delivery.event
+    if event.comment_id is not None:
+        values = (event.forge, target, event.comment_id, delivery.received)
+        db.execute("INSERT OR IGNORE INTO comments VALUES (?, ?, ?, ?)", values)
 
 
 def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
@@ -6586,6 +7738,7 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
+    db.execute("DELETE FROM comments WHERE at < ?", (before,))
     db.execute("DELETE FROM limited WHERE at < ?", (before,))
     db.execute(
         """DELETE FROM sibling_notices WHERE job_id NOT IN (SELECT id FROM jobs)
@@ -7875,7 +9028,7 @@ class Git(msgspec.Struct, frozen=True):
             shutil.rmtree(folder)
 
     def look(self, remote: Remote, *names: str) -> Seen:
-        """Read the named refs in one request; absent ones are left out."""
+        """Read the named refs, or all, in one request; absent ones are left out."""
         command = ("ls-remote", "--symref", "--quiet", "--", remote.url, *names)
         done = self.talk(remote, *command, seconds=self.bounds.look)
         if done.code:
@@ -7885,7 +9038,7 @@ class Git(msgspec.Struct, frozen=True):
             value, _, name = line.partition("\t")
             if name == "HEAD" and value.startswith("ref: refs/heads/"):
                 head = value.removeprefix("ref: ")
-            elif name in names and re.fullmatch(r"[0-9a-f]{40}", value):
+            elif (not names or name in names) and re.fullmatch(r"[0-9a-f]{40}", value):
                 refs[name] = value
         return Seen(head, refs)
 
@@ -8050,8 +9203,8 @@ class Mirrors:
         """
         mirror = self.of(job.kind, job.repo)
         branch = f"refs/heads/{job.branch}" if job.branch else None
-        asked = request_ref(job)
-        seen = self.git.look(remote, *filter(None, ("HEAD", branch, asked)))
+        asked, beside = request_ref(job), merge_ref(job)
+        seen = self.git.look(remote, *filter(None, ("HEAD", branch, asked, beside)))
         if seen.head is None or "HEAD" not in seen.refs:
             raise Refused(
                 "repository-unavailable", "the repository has no commit to read"
@@ -8063,7 +9216,8 @@ class Mirrors:
                 raise Refused("sha-gone", "the request's head is gone")
         tips = [base, *filter(None, [request])]
         with mirror.locked():
-            mirror.obtain(remote, tips, [seen.head, *filter(None, [asked])])
+            spare = [ref for ref in (asked, beside) if ref in seen.refs]
+            mirror.obtain(remote, tips, [seen.head, *filter(None, spare)])
             mirror.hold(job.id, base, request)
         return Prepared(
             base=base,
@@ -8075,11 +9229,22 @@ class Mirrors:
             skill=read_skill(mirror, base, job.flow),
         )
 
-    def restore(self, remote: Remote, job: Job, work: Work) -> Mirror:
-        """The job's mirror with its base in it, fetched again if need be."""
+    def restore(
+        self, remote: Remote, job: Job, work: Work, more: Sequence[str] = ()
+    ) -> Mirror:
+        """The job's mirror with its base in it, fetched again if need be.
+
+        `more` are commits that the forge showed just now; one that is gone since
+        is `InfraError`: look again.
+        """
         mirror = self.of(job.kind, job.repo)
         with mirror.locked():
             mirror.obtain(remote, [work.base], [f"refs/heads/{work.default_branch}"])
+            for commit in more:
+                try:
+                    mirror.obtain(remote, [commit], [])
+                except Refused as error:
+                    raise InfraError("the repository changed meanwhile") from error
         return mirror
 
     def release(self, job: Job) -> None:
@@ -8091,11 +9256,18 @@ class Mirrors:
 
 
 def request_ref(job: Job) -> str | None:
-    """The forge's ref of a request's head; Azure has none, its id must do."""
+    """The forge's ref of a request's head, else its branch; None if that is a
+    fork's, where only the commit's id is known."""
     ref = FORGES[job.kind].request_ref
     if job.target.type != "pull_request" or ref is None:
-        return None
+        return job.head_ref
     return ref.format(n=job.target.number)
+
+
+def merge_ref(job: Job) -> str | None:
+    """The request's merge, where the forge makes one and has no ref of the head."""
+    ref = FORGES[job.kind].merge_ref
+    return ref.format(n=job.target.number) if ref and not job.branch else None
 
 
 def _install_askpass(root: Path) -> None:
@@ -8212,6 +9384,14 @@ class Quarantine(Repository, frozen=True):
 
     tip: str
     commits: int = 0
+
+    def new(self, tip: str, known: Sequence[str]) -> list[str]:
+        """The commits of `tip` that none of `known` has; absent ones have none."""
+        here = [
+            c for c in known if self.call("cat-file", "-e", f"{c}^{{commit}}").code == 0
+        ]
+        walk = ("rev-list", tip, *(f"^{commit}" for commit in here))
+        return self.run(*walk).decode().split()
 
     def __enter__(self) -> Quarantine:
         return self
@@ -8420,9 +9600,9 @@ def _replaceable(
 class Work(msgspec.Struct, frozen=True):
     """What a finished job left: files of its outbox and the facts it started from.
 
-    `base`, `lease` and `default_branch` come from `Prepared`; `commits` is the
-    runner's count; `ours` are the commits this instance pushed to the job's
-    branch before.
+    `base`, `lease`, `default_branch` and `request_sha` come from `Prepared`;
+    `commits` is the runner's count; `ours` are the commits this instance pushed to
+    the job's branch before.
     """
 
     bundle: Path | None
@@ -8433,13 +9613,19 @@ class Work(msgspec.Struct, frozen=True):
     default_branch: str
     commits: int
     ours: frozenset[str] = frozenset()
+    request_sha: str | None = None
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What stands on the forge: the branch's commit and its request, if any."""
+    """What stands on the forge: the branch's commit and its request, if any.
+
+    `faults` are those of AGENT_FAULTS that an agent left behind, or the reason why
+    nobody can tell.
+    """
 
     tip: str | None = None
     request: Request | None = None
+    faults: tuple[str, ...] = ()
 
 
 def publish_job(
@@ -8486,6 +9672,89 @@ def publish_to(
     with check_bundle(mirror, work.bundle, work.base) as quarantine:
         push(quarantine, remote, branch, None)
     return quarantine.tip
+
+
+def review_agent(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Published:
+    """What an agent that publishes for itself has made of its work.
+
+    Nothing is pushed and nothing of the agent's is posted again: the request of
+    exactly the job's branch is found and gets its marker, and what the box
+    committed is looked for on the forge. Safe to repeat. Raises `Refused` or
+    `InfraError`.
+    """
+    request = _agents_request(forge, job)
+    try:
+        landed = _landed(forge, mirrors, job, work)
+    except BundleRefused as refusal:  # nobody can say what of it was pushed
+        return Published(None, request, (refusal.reason,))
+    faults = {
+        "pushed-elsewhere": landed.strays > 0,
+        "not-pushed": landed.missing > 0,
+        "request-missing": landed.pushed and bool(job.branch) and request is None,
+    }
+    found = tuple(fault for fault in AGENT_FAULTS if faults[fault])
+    return Published(landed.tip, request, found)
+
+
+def tell_faults(forge: Forge, job: Job, work: Work, published: Published) -> str | None:
+    """Say once what an agent left undone; the fault that is recorded, if any."""
+    if not published.faults:
+        return None
+    _say(forge, job, work, "agent", faults=published.faults)
+    return published.faults[0]
+
+
+class Landed(NamedTuple):
+    """A box's commits on the forge: the tip of where they belong, if it is one of
+    them; whether any is there; how many are not, and refs elsewhere that hold one."""
+
+    tip: str | None
+    pushed: bool
+    missing: int
+    strays: int
+
+
+def _agents_request(forge: Forge, job: Job) -> Request | None:
+    if job.branch is None:
+        return None
+    try:
+        found = forge.find_request(job.repo, job.branch)
+        return found and _with_marker(forge, job, found)
+    except Rejected as error:
+        raise Refused("request-refused", error.message, error.fix) from error
+
+
+def _landed(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Landed:
+    """Compare a box's bundle with the forge's refs.
+
+    Commits belong on the job's branch or the request's head; where a forge has no
+    ref of that (Azure), on any branch.
+    """
+    if work.bundle is None:
+        return Landed(None, False, 0, 0)
+    remote = Remote.of(forge, job.repo)
+    refs = {
+        name: commit
+        for name, commit in mirrors.git.look(remote).refs.items()
+        if not name.endswith("^{}")
+    }
+    home = f"refs/heads/{job.branch}" if job.branch else request_ref(job)
+    tip = refs.get(home) if home else None
+    branches = {n: c for n, c in refs.items() if n.startswith("refs/heads/")}
+    homes = {tip} if tip else set() if home else {*branches.values()}
+    mirror = mirrors.restore(remote, job, work, sorted(homes))
+    old = [work.base, *filter(None, [work.request_sha])]
+    with check_bundle(mirror, work.bundle, work.base) as quarantine:
+        made = {*quarantine.new(quarantine.tip, old)}
+        missing = quarantine.new(quarantine.tip, [*old, *homes])
+    tags = {n: c for n, c in refs.items() if n.startswith("refs/tags/")}
+    strays = [
+        name
+        for name, commit in {**(branches if home else {}), **tags}.items()
+        if commit in made and commit != tip
+    ]
+    mine = tip if tip in made else None
+    return Landed(mine, len(missing) < len(made), len(missing), len(strays))
 
 
 #: Bytes of a diff that are shown, and of a list of changed files that are read.
@@ -8579,12 +9848,17 @@ def _one_request(forge: Forge, job: Job, work: Work) -> Request:
             title, body = request_title(job, first), _request_body(job, rest)
             into = work.default_branch
             return forge.open_request(job.repo, job.branch, into, title, body)
-        if _is_marked(job, found.title):
-            return found
-        title = request_title(job, found.title)
-        forge.retitle_request(job.repo, found.number, title)
+        return _with_marker(forge, job, found)
     except Rejected as error:
         raise Refused("request-refused", error.message, error.fix) from error
+
+
+def _with_marker(forge: Forge, job: Job, found: Request) -> Request:
+    """The request under this job's marker, whatever it was titled."""
+    if _is_marked(job, found.title):
+        return found
+    title = request_title(job, found.title)
+    forge.retitle_request(job.repo, found.number, title)
     return msgspec.structs.replace(found, title=title)
 
 
@@ -8743,6 +10017,11 @@ class Attempt(msgspec.Struct):
     transcript: bytes = b""
     started_at: float | None = None
     left: int | None = None
+    #: With publish=agent: the forge's hosts, what its CLI and git read, and who
+    #: has to know which of it is secret.
+    reach: tuple[str, ...] = ()
+    forge_environment: Mapping[str, str] = msgspec.field(default_factory=dict)
+    name_secret: Callable[[str], None] = lambda secret: None
 
     @property
     def job(self) -> Job:
@@ -8763,14 +10042,21 @@ class Attempt(msgspec.Struct):
         return self.job.run.maxTokens or self.settings.max_tokens
 
     @property
-    def publish(self) -> str:
-        return self.job.run.publish or self.settings.publish
+    def publish(self) -> Literal["host", "agent"]:
+        return self.job.run.publish or cast(Any, self.settings.publish)
+
+    @property
+    def allow(self) -> tuple[str, ...]:
+        """What the gate lets this job connect to beside the model."""
+        return tuple(dict.fromkeys((*self.settings.egress_allow, *self.reach)))
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What the box was told and nobody else may read."""
+        """What the box was told, and the host's own; the longest first, because
+        one may hold another."""
         forge = self.remote.credential.password if self.remote else ""
-        return tuple(filter(None, (self.token, forge)))
+        given = self.forge_environment.get(GIT_PASSWORD, "")
+        return tuple(sorted(filter(None, (self.token, forge, given)), key=len))[::-1]
 
 
 def gate_url(base_url: str) -> str:
@@ -8824,7 +10110,7 @@ def gate_line(attempt: Attempt) -> bytes:
     line = {
         "token": attempt.token,
         "providers": providers,
-        "allow": list(settings.egress_allow),
+        "allow": list(attempt.allow),
         "models": list(names),
         "prices": prices,
         # a job without a budget of its own may at most use what the day has left
@@ -8851,7 +10137,11 @@ def _gate_provider(
 
 
 def box_environment(attempt: Attempt) -> dict[str, str]:
-    """The closed map of the job's environment. No secret ever stands in it."""
+    """The closed map of the job's environment. No secret ever stands in it.
+
+    With publish=agent the forge's token is in job.json, and the runner gives it to
+    the agent: so it is in no container's configuration.
+    """
     provider, _, model = attempt.model_name.partition("/")
     values = {
         "HOME": "/home/pi",
@@ -8863,7 +10153,7 @@ def box_environment(attempt: Attempt) -> dict[str, str]:
         "PI_SKIP_VERSION_CHECK": "1",
         "PI_TELEMETRY": "0",
     }
-    if attempt.settings.egress_allow:
+    if attempt.allow:
         values |= _PROXY_VARIABLES
     return values
 
@@ -8886,33 +10176,41 @@ def job_file(attempt: Attempt, deadline: float) -> bytes:
     assert prepared and attempt.provider and attempt.image
     run, settings = job.run, attempt.settings
     _, _, model = attempt.model_name.partition("/")
-    return json.dumps(
-        {
-            "version": JOB_FILE_VERSION,
-            "jobId": job.id,
-            "attempt": attempt.claimed.attempt + 1,
-            "target": {"type": job.target.type, "number": job.target.number},
-            "base": prepared.base,
-            "branch": job.branch,
-            "requestRef": REQUEST_REF if prepared.request_sha else None,
-            "requestSha": prepared.request_sha,
-            "flow": job.flow,
-            "provider": attempt.provider.name,
-            "model": model,
-            "gate": {"url": _PROXY, "token": attempt.token},
-            "models": models_json(attempt.provider, attempt.token),
-            "maxTurns": run.maxTurns or settings.max_turns,
-            "maxTokens": attempt.max_tokens,
-            "deadline": int(deadline),
-            "excludeTools": list(run.excludeTools or ()),
-            "forkJoin": run.forkJoin is not False
-            and "forkJoin" in attempt.image.capabilities,
-            "publish": attempt.publish,
-            "session": _session_word(attempt.lineage),
-            "git": {"name": "pidispatch", "email": "pidispatch@localhost"},
-        },
-        indent=1,
-    ).encode()
+    file = {
+        "version": JOB_FILE_VERSION,
+        "jobId": job.id,
+        "attempt": attempt.claimed.attempt + 1,
+        "target": {"type": job.target.type, "number": job.target.number},
+        "base": prepared.base,
+        "branch": job.branch,
+        "requestRef": REQUEST_REF if prepared.request_sha else None,
+        "requestSha": prepared.request_sha,
+        "flow": job.flow,
+        "provider": attempt.provider.name,
+        "model": model,
+        "gate": {"url": _PROXY, "token": attempt.token},
+        "models": models_json(attempt.provider, attempt.token),
+        "maxTurns": run.maxTurns or settings.max_turns,
+        "maxTokens": attempt.max_tokens,
+        "deadline": int(deadline),
+        "excludeTools": list(run.excludeTools or ()),
+        "forkJoin": run.forkJoin is not False
+        and "forkJoin" in attempt.image.capabilities,
+        "publish": attempt.publish,
+        "session": _session_word(attempt.lineage),
+        "git": {"name": "pidispatch", "email": "pidispatch@localhost"},
+        **_forge_part(attempt),
+    }
+    return json.dumps(file, indent=1).encode()
+
+
+def _forge_part(attempt: Attempt) -> dict[str, Any]:
+    """What an agent needs to publish for itself; nothing when the host does."""
+    if attempt.publish == "host":
+        return {}
+    assert attempt.remote
+    environment = dict(attempt.forge_environment)
+    return {"forge": {"url": attempt.remote.url, "environment": environment}}
 
 
 def box_inputs(attempt: Attempt, deadline: float) -> dict[str, bytes | Path]:
@@ -9199,6 +10497,14 @@ class Dispatcher:
     def check_forges(self, attempt: Attempt) -> None:
         assert attempt.image
         allowed = attempt.image.forges
+        if allowed is None and attempt.publish == "agent":
+            raise Refused(
+                "job-image-forge-unsupported",
+                f"the job image `{attempt.image.tag}` does not say which forges it "
+                "has a CLI for, and with `publish: agent` the agent needs one",
+                f"rebuild it with the forge's CLI and the label `{LABEL}forges` "
+                f"naming it (`pidispatch build-image --forges {attempt.job.kind}`)",
+            )
         if allowed is not None and attempt.job.kind not in allowed:
             listed = ", ".join(sorted(allowed)) or "none"
             raise Refused(
@@ -9218,17 +10524,6 @@ class Dispatcher:
         for token, reason in needs:
             if token not in attempt.image.capabilities:
                 raise Refused(reason, *_undeclared(attempt.image, token))
-
-    def check_version(self, attempt: Attempt) -> None:
-        """Fields whose feature this version lacks refuse, they never do nothing."""
-        lacking = (("publish: agent", attempt.publish == "agent"),)
-        for name, wanted in lacking:
-            if wanted:
-                raise Refused(
-                    "not-in-this-version",
-                    f"this version of pidispatch does not do `{name}` yet",
-                    "remove it from the rule",
-                )
 
     def check_provider(self, attempt: Attempt) -> None:
         assert attempt.image
@@ -9318,8 +10613,38 @@ class Dispatcher:
             note = SessionNote(lineage.note.resumed, reason)
             attempt.lineage = Lineage(note, lineage.seen, lineage.pi)
 
+    def check_protection(self, attempt: Attempt) -> None:
+        """With a token in the box only protection keeps the default branch whole.
+
+        Asked with the host's own token; the job's is taken after this.
+        """
+        if attempt.publish != "agent":
+            return
+        forge, repo = self.forge(attempt.job), attempt.job.repo
+        attempt.reach = _within_reach(forge, repo)
+        try:
+            protected = forge.protected(repo, forge.default_branch(repo))
+        except Rejected as error:
+            raise _no_access(error) from error
+        if not protected:
+            raise Refused(
+                "unprotected-branch",
+                "the default branch takes direct pushes, and with `publish: agent` "
+                "whatever runs in the box holds a token that may push",
+                "protect it so that direct pushes are refused, or use `publish: host`",
+            )
+
     def take_token(self, attempt: Attempt) -> None:
-        attempt.remote = Remote.of(self.forge(attempt.job), attempt.job.repo)
+        forge, repo = self.forge(attempt.job), attempt.job.repo
+        attempt.remote = Remote.of(forge, repo)
+        if attempt.publish == "agent":
+            credential = attempt.remote.credential
+            found = {GIT_USERNAME: credential.username}
+            found[GIT_PASSWORD] = credential.password
+            found |= forge.agent_environment(repo)
+            attempt.name_secret(found[GIT_PASSWORD])
+            attempt.name_secret(credential.password)
+            attempt.forge_environment = found
 
     def forge(self, job: Job) -> Forge:
         forge = self.forges.get(job.kind)
@@ -9367,6 +10692,7 @@ class Dispatcher:
                 prepared.lease,
                 prepared.request_sha,
                 attempt.lineage,
+                attempt.publish,
             ),
         )
 
@@ -9408,6 +10734,11 @@ class Dispatcher:
         """The whole of one attempt. Never raises; every end is recorded."""
         attempt = Attempt(claimed, self.settings, self.new_token())
         _event("job-claimed", claimed.job)
+        with live_secrets() as attempt.name_secret:
+            self._run(attempt)
+
+    def _run(self, attempt: Attempt) -> None:
+        claimed = attempt.claimed
         try:
             self._attempt(attempt)
         except Leaving:
@@ -9555,7 +10886,8 @@ class Dispatcher:
         """The box's own lines, its newest LOG_MAX_BYTES; cut where it says so (T45)."""
         folder = self.settings.state_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        text = box.log()
+        told = without_live_secrets(box.log().decode("utf-8", "surrogateescape"))
+        text = told.encode("utf-8", "surrogateescape")
         if len(text) > LOG_MAX_BYTES:
             text = b"[earlier lines were cut]\n" + text[-LOG_MAX_BYTES:]
         write_private(folder / f"{container_name(job.id)}.log", text)
@@ -9704,14 +11036,30 @@ class Dispatcher:
         if notice.kind != "result":
             with self._noticing:  # replicas share one comment: look and post as one
                 forge.comment(job.repo, job.target, notice.text, notice.marker)
+        if workspace is None or notice.kind == "refused":
             return None, None
-        assert workspace
         ours = self.store.own_tips(job)
         work = kept_work(self.kept_dir(job), workspace, ours, notice.commits)
+        if workspace.publish == "agent":
+            return self._tell_agents(job, work, notice)
+        if notice.kind != "result":
+            return None, None
         published = publish_job(
             forge, self.mirrors, job, work, lambda tip: self.store.pushed(job, tip)
         )
         return published.request, None
+
+    def _tell_agents(
+        self, job: Job, work: Work, notice: Notice
+    ) -> tuple[Request | None, str | None]:
+        """The agent has published; a run that failed has had its comment."""
+        forge = self.forge(job)
+        found = review_agent(forge, self.mirrors, job, work)
+        if found.tip and found.tip not in work.ours:
+            self.store.pushed(job, found.tip)
+        if notice.kind != "result":
+            return found.request, None
+        return found.request, tell_faults(forge, job, work, found)
 
     def publish_due(self) -> None:
         for job, _, _, _ in self.store.due_notices():
@@ -9818,7 +11166,6 @@ LADDER: tuple[Gate, ...] = (
         Dispatcher.check_capabilities,
         ("job-image-replicas-unsupported", "job-image-exclude-tools-unsupported"),
     ),
-    Gate("version", Dispatcher.check_version, ("not-in-this-version",)),
     Gate(
         "provider",
         Dispatcher.check_provider,
@@ -9827,6 +11174,16 @@ LADDER: tuple[Gate, ...] = (
     Gate("gate image", Dispatcher.check_gate_image, ("gate-image-missing",)),
     Gate("caps, a look", Dispatcher.check_caps, _CAPS, _OVER_CAP),
     Gate("session", Dispatcher.load_session, ("sessions-dir-unset",)),
+    Gate(
+        "protection",
+        Dispatcher.check_protection,
+        (
+            "forge-out-of-reach",
+            "forge-token-unavailable",
+            "repository-unavailable",
+            "unprotected-branch",
+        ),
+    ),
     Gate("token", Dispatcher.take_token, ("forge-token-unavailable",)),
     Gate("box", Dispatcher.open_box),
     Gate(
@@ -9863,6 +11220,32 @@ def _undeclared(image: Image, token: str) -> tuple[str, str]:
         f"rebuild it so that its label `{LABEL}capabilities` lists `{token}` "
         "(`pidispatch build-image`), then check it with `pidispatch verify-image`",
     )
+
+
+def _within_reach(forge: Forge, repo: str) -> tuple[str, ...]:
+    """Host and port of the forge's git and API, as the gate lists them.
+
+    A box reaches them by CONNECT alone, so they must be https and not loopback.
+    """
+    found = []
+    for url in (forge.clone_url(repo), forge.api):
+        scheme, _, rest = url.partition("://")
+        if scheme != "https" or outside_url(url) != url:
+            raise Refused(
+                "forge-out-of-reach",
+                "a box cannot reach the forge where the host does",
+                "serve it over https under a name that is not loopback, or use "
+                "`publish: host`",
+            )
+        found.append(rest.partition("/")[0])
+    return tuple(dict.fromkeys(found))
+
+
+def _no_access(error: Rejected) -> Refused:
+    reason = "repository-unavailable"
+    if error.status in (401, 403):
+        reason = "forge-token-unavailable"
+    return Refused(reason, error.message, _FIXES[reason])
 
 
 def _refusal_notice(job: Job, refusal: Refused) -> Notice:
@@ -9904,7 +11287,7 @@ def keep_texts(folder: Path, ended: BoxExit) -> None:
         KEPT_FILES[1:], (ended.review_request, ended.comment), strict=True
     ):
         if text is not None:
-            write_private(folder / name, text.encode())
+            write_private(folder / name, without_live_secrets(text).encode())
 
 
 def kept_path(settings: Settings, job: str) -> Path:
@@ -9925,6 +11308,7 @@ def kept_work(
         default_branch=workspace.default_branch,
         commits=commits,
         ours=ours,
+        request_sha=workspace.request_sha,
     )
 
 
@@ -10276,10 +11660,10 @@ class LimitsFile(WatchedFile[Limits]):
 def judge(rules: Sequence[Rule], event: Event, own: str | None) -> Match | Drop:
     """What an event would start if its actor may: match first, then `self`."""
     found = match_event(rules, event)
-    if isinstance(found, Drop):
+    if isinstance(found, Drop) or event.incomplete:
         return found
     if event.actor is None:
-        return found if event.incomplete else Drop("missing-sender-id")
+        return Drop("missing-sender-id")
     return Drop("self") if event.actor.id == own else found
 
 
@@ -11148,7 +12532,12 @@ class Redactor(logging.Filter):
     def __init__(self, secrets_: Iterable[str]) -> None:
         super().__init__()
         self.spellings = sorted(
-            {s for secret in secrets_ if len(secret) >= 6 for s in _spellings(secret)},
+            {
+                s
+                for secret in secrets_
+                if len(secret) >= 6
+                for s in spellings_of(secret)
+            },
             key=len,
             reverse=True,
         )
@@ -11156,22 +12545,7 @@ class Redactor(logging.Filter):
     def redact(self, text: str) -> str:
         for spelling in self.spellings:
             text = text.replace(spelling, "***")
-        return text
-
-
-def _spellings(secret: str) -> Iterator[str]:
-    """Raw, URL-encoded, JSON-escaped, shell-quoted, and as basic credentials."""
-    import base64
-    import shlex
-    from urllib.parse import quote
-
-    yield secret
-    yield quote(secret, safe="")
-    yield json.dumps(secret)[1:-1]
-    yield shlex.quote(secret)
-    for user in ("", "x-access-token", "oauth2"):
-        yield base64.b64encode(f"{user}:{secret}".encode()).decode()
-    yield base64.b64encode(secret.encode()).decode().rstrip("=")
+        return without_live_secrets(text)
 
 
 def secrets_of(settings: Settings) -> Iterator[str]:
@@ -11543,7 +12917,33 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     ),
     (
         lambda rule: rule.run.publish == "agent",
-        "publish: agent puts the forge token into the box",
+        "publish: agent puts the forge token into the box: whatever runs there may use "
+        "it as far as the token and the forge's protection let it, and no quarantine "
+        "looks at what is pushed",
+    ),
+    (
+        lambda rule: rule.run.publish == "agent",
+        "the title's marker is put right, and a push to another branch noticed, only "
+        "after the run",
+    ),
+    (
+        lambda rule: rule.run.publish == "agent" and rule.run.kind == "github",
+        "unless a GitHub App mints the token (GITHUB_AUTH_SOURCE=app), it is the "
+        "operator's own, for all that it reaches",
+    ),
+    (
+        lambda rule: (
+            rule.run.publish == "agent" and rule.run.kind not in ("github", "local")
+        ),
+        "the token is the operator's own, for every project that it reaches",
+    ),
+    (
+        lambda rule: (
+            rule.run.publish == "agent"
+            and rule.run.replicas is not None
+            and rule.run.kind == "github"
+        ),
+        "without a GitHub App all replicas hold one operator token",
     ),
     (
         lambda rule: (
@@ -11551,7 +12951,7 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
             and rule.run.replicas is not None
             and rule.run.kind not in ("github", "local")
         ),
-        "all replicas then hold one operator token",
+        "all replicas hold one operator token",
     ),
     (
         lambda rule: rule.run.resume is True,
@@ -11565,7 +12965,6 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
 #: `not-in-this-version`, and cron rules do not fire.
 _RULES_NOT_YET: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     (lambda rule: rule.on.type == "cron", "cron rules do not fire"),
-    (lambda rule: rule.run.publish == "agent", "publish: agent is refused"),
 )
 
 #: Settings that this version reads and does not act on, and how bad that is.
@@ -11574,16 +12973,18 @@ SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
 }
 
 
+def in_force(rule: Rule, settings: Settings) -> Rule:
+    """The rule with what the settings say where it says nothing (PI_PUBLISH)."""
+    run = rule.run
+    if run.kind not in FORGES or run.publish or settings.publish == "host":
+        return rule
+    run = msgspec.structs.replace(run, publish=cast(Any, settings.publish))
+    return msgspec.structs.replace(rule, run=run)
+
+
 def rule_limits(rule: Rule) -> list[str]:
     """What this version does not do of a rule; empty when it does it all."""
-    found = [f"in this version {what}" for holds, what in _RULES_NOT_YET if holds(rule)]
-    if rule.run.kind in FORGES and rule.run.kind not in _FORGE_CLASSES:
-        found.append(_ONLY)
-    return found
-
-
-#: What is said of a forge that another version will serve.
-_ONLY = f"this version serves {', '.join(_FORGE_CLASSES)} only"
+    return [f"in this version {what}" for holds, what in _RULES_NOT_YET if holds(rule)]
 
 
 def rule_detail(rule: Rule) -> str:
@@ -11665,6 +13066,7 @@ def try_delivery(
 def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
     found = match_event(rules, event)
     reason = found.reason if isinstance(found, Drop) else None
+    told, event = event, placed(found, event) if isinstance(found, Match) else event
     authority: Literal["payload", "api", "none"] = "none"
     if isinstance(found, Match) and event.actor is None:
         reason = "missing-sender-id"
@@ -11672,7 +13074,7 @@ def _judge(rules: Sequence[Rule], forge: Forge, event: Event) -> Trial:
         says = forge.authority(event)
         authority = "api" if says == "ask" else "payload"
         reason = "not-allowed" if says == "denied" else None
-    jobs = fan_out(found, event) if isinstance(found, Match) and not reason else ()
+    jobs = fan_out(found, told) if isinstance(found, Match) and not reason else ()
     target = event.target
     return Trial(
         event=_event_and_action(event),
@@ -11981,6 +13383,27 @@ def _check_images(
     for tag in sorted({usual, *(r.run.image for r in rules if r.run.image)}):
         _check_image(engine, tag, tag in replicated, checks)
     _check_gate_image(engine, engine.settings.gate_image, checks)
+    agents = (in_force(rule, engine.settings).run for rule in rules)
+    for tag, kind in sorted(
+        {(run.image or usual, run.kind) for run in agents if run.publish == "agent"}
+    ):
+        _check_cli(engine, tag, kind, checks)
+
+
+def _check_cli(engine: DockerEngine, tag: str, kind: str, checks: list[Check]) -> None:
+    """With publish: agent the image must name the forge whose CLI it has."""
+    image = engine.image(tag)
+    if image is None:
+        return  # said already
+    found = f"publish: agent on {kind} with {tag}"
+    if kind in (image.forges or ()):
+        text = f"{found}: the box holds the forge's token"
+        fix = "see `pidispatch triggers show` for what that gives up"
+        checks.append(Check("job image", "warn", text, fix))
+    else:
+        text = f"{found}: its label {LABEL}forges does not name {kind}"
+        fix = f"pidispatch build-image --forges {kind}; such jobs are refused"
+        checks.append(Check("job image", "fail", text, fix))
 
 
 def _check_image(
@@ -12018,8 +13441,7 @@ def _check_forges(
         if kind not in served:
             found = f"rules name {kind}, which is not served"
             fix = f"set {FORGES[kind].secret_variable}"
-            known = kind in _FORGE_CLASSES
-            checks.append(Check(kind, "fail", found, fix if known else _ONLY))
+            checks.append(Check(kind, "fail", found, fix))
     for kind, forge in served.items():
         try:
             own = forge.own_id()
@@ -12259,6 +13681,10 @@ def serve_command() -> list[str]:
 # -- the image ----------------------------------------------------------------
 
 
+#: The forges whose CLI Debian has, so that the Dockerfile can install it (FORGES).
+CLI_PACKAGES = {"github": "gh", "gitlab": "glab"}
+
+
 def image_context(folder: Path, ca: Path | None) -> None:
     """Lay out the build context: image/, the rendered HARD_RULES, a CA bundle."""
     import shutil
@@ -12275,30 +13701,49 @@ def image_context(folder: Path, ca: Path | None) -> None:
 
 
 def _build_lines(
-    engine: DockerEngine, folder: str, tag: str, arguments: dict[str, str]
+    engine: DockerEngine,
+    folder: str,
+    tag: str,
+    arguments: dict[str, str],
+    labels: dict[str, str],
 ) -> Iterator[dict[str, Any]]:
     import docker
 
     try:
         yield from engine.api.build(
-            path=folder, tag=tag, buildargs=arguments, rm=True, decode=True
+            path=folder,
+            tag=tag,
+            buildargs=arguments,
+            labels=labels,
+            rm=True,
+            decode=True,
         )
     except (docker.errors.DockerException, OSError) as error:
         raise InfraError(f"the engine could not build {tag}: {error}") from error
 
 
 def build_image(
-    engine: DockerEngine, tag: str, base: str | None, ca: Path | None
+    engine: DockerEngine,
+    tag: str,
+    base: str | None,
+    ca: Path | None,
+    forges: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Build the job image; yields the engine's lines. Raises `InfraError`."""
+    """Build the job image; yields the engine's lines. Raises `InfraError`.
+
+    With `forges` it gets their CLIs and says so; without, no label excludes any.
+    """
     import tempfile
 
     arguments = {"PI_VERSION": PI_VERSION}
+    labels: dict[str, str] = {}
+    if forges:
+        arguments["FORGES"] = labels[LABEL + "forges"] = " ".join(forges)
     if base:
         arguments["BASE_IMAGE"] = base
     with tempfile.TemporaryDirectory() as name:
         image_context(Path(name), ca)
-        for line in _build_lines(engine, name, tag, arguments):
+        for line in _build_lines(engine, name, tag, arguments, labels):
             if "error" in line:
                 raise InfraError(
                     f"the image was not built: {line['error'].strip()}",
@@ -12525,7 +13970,7 @@ class Panel(HttpServer):
         rules = self.triggers.rules
         if int(index) >= len(rules):
             raise ConfigError(f"no trigger {index}", "see the list of triggers")
-        rule = rules[int(index)]
+        rule = in_force(rules[int(index)], self.settings)
         facts = [line.partition(": ")[::2] for line in rule_detail(rule).split("\n")]
         return self.page("trigger", rule=rule, facts=facts[1:])
 
@@ -12968,13 +14413,15 @@ def triggers_list(file: Path | None, as_json: bool) -> None:
 @json_option
 def triggers_show(index: int, file: Path | None, as_json: bool) -> None:
     """One rule, its multiplier and what it trusts."""
-    path = triggers_path(load_settings(), file)
+    settings = load_settings()
+    path = triggers_path(settings, file)
     rules = read_triggers(path)
     if not 0 <= index < len(rules):
         raise ConfigError(
             f"{path} has no trigger {index}", f"it has {len(rules)}, counted from 0"
         )
-    emit(rules[index], lambda: rule_detail(rules[index]), as_json)
+    shown = in_force(rules[index], settings)
+    emit(rules[index], lambda: rule_detail(shown), as_json)
 
 
 @triggers.command("check")
@@ -13226,9 +14673,21 @@ def doctor_command(triggers_file: Path | None, db: Path | None, as_json: bool) -
     type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
     help="CA bundle that the build must trust.",
 )
+@click.option(
+    "--forges",
+    type=click.Choice(list(CLI_PACKAGES)),
+    multiple=True,
+    help="Forge whose CLI goes in, for publish: agent; the image then serves no "
+    "other. May be repeated.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print the tag only.")
 def build_image_command(
-    tag: str | None, base: str | None, offline: bool, ca: Path | None, quiet: bool
+    tag: str | None,
+    base: str | None,
+    offline: bool,
+    ca: Path | None,
+    forges: tuple[str, ...],
+    quiet: bool,
 ) -> None:
     """Build the job image."""
     import subprocess
@@ -13240,7 +14699,8 @@ def build_image_command(
         if subprocess.run(script).returncode:
             raise InfraError("the offline base was not made", "see its output above")
     name = tag or settings.job_image
-    for line in build_image(DockerEngine(settings, "build"), name, base, ca):
+    engine = DockerEngine(settings, "build")
+    for line in build_image(engine, name, base, ca, forges):
         if not quiet:
             click.echo(plain_text(line))
     click.echo(name)

@@ -7,7 +7,7 @@ tests use the same ones. Standard library only (and git), so that each also runs
 in a plain container: ``python3 pidispatch_demo.py forge|model --host H --port P``.
 
 Sections: http · git · forge state · forge shapes · deliveries · forge API · forge ·
-model scripts · model styles · model · agent · commands · demo.
+azure · model scripts · model styles · model · agent · commands · demo.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import shutil
 import signal
 import socket
 import socketserver
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -41,12 +42,22 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from http.client import responses
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, NamedTuple, Self
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    BinaryIO,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    cast,
+)
 
 if TYPE_CHECKING:
     import pidispatch
@@ -161,6 +172,7 @@ class _Connection(BaseHTTPRequestHandler):
             reply.done()
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = answer
+    do_OPTIONS = answer
 
     def _request(self) -> Request:
         # A client that uses us as a proxy sends the whole URL (`gh` does so here).
@@ -223,11 +235,18 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, address: tuple[str, int], respond: Callable[[Request], Reply]
+        self,
+        address: tuple[str, int],
+        respond: Callable[[Request], Reply],
+        tls: ssl.SSLContext | None,
     ) -> None:
         self.respond = respond
         self.open_sockets: set[socket.socket] = set()
         super().__init__(address, _Connection)
+        if tls:  # shaken hands with in the connection's own thread
+            self.socket = tls.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
+            )
 
     def server_bind(self) -> None:
         # HTTPServer's own asks the name service for the host's name: seconds, offline.
@@ -265,14 +284,21 @@ class Fault:
 class FakeServer:
     """What both fakes share: a port, a thread, ordered faults, an end.
 
-    A context manager: inside it the server listens on ``url``."""
+    A context manager: inside it the server listens on ``url``, https with ``tls``."""
 
-    def __init__(self, host: str, port: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        clock: Callable[[], float],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.clock = clock
+        self.scheme = "https" if tls else "http"
         self.stopping = threading.Event()
         self.lock = threading.RLock()
         self._faults: list[Fault] = []
-        self._server = _Server((host, port), self._respond)
+        self._server = _Server((host, port), self._respond, tls)
         self.host = host
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
@@ -283,7 +309,7 @@ class FakeServer:
     def url(self) -> str:
         """Where it listens, without a trailing slash."""
         shown = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host
-        return f"http://{shown}:{self.port}"
+        return f"{self.scheme}://{shown}:{self.port}"
 
     def start(self) -> Self:
         """Listen, in a thread of its own."""
@@ -869,6 +895,7 @@ class Repo:
         self.protected: dict[str, str] = {}
         self.may_push: set[str] = set()
         self.deleted_forks: set[str] = set()
+        self.rules: list[str] = []  # of a ruleset for all branches; they refuse nothing
         path = accounts.root / self.owner / f"{self.name}.git"
         self.git = GitRepository(path, default_branch)
         self._write_protection()
@@ -904,12 +931,22 @@ class Repo:
 
     def is_protected(self, branch: str) -> bool:
         """Whether a rule refuses pushes to that branch."""
-        return self.rule_of(branch) is not None
+        return self.protection_of(branch) is not None
 
     def rule_of(self, branch: str) -> str | None:
         """The rule, a name or a glob, that protects the branch."""
         found = (r for r in self.protected if fnmatch.fnmatchcase(branch, r))
         return next(found, None)
+
+    def protection_of(self, branch: str) -> str | None:
+        """The kind of the rule that refuses pushes to that branch."""
+        kinds = (k for b, k in self.protected.items() if fnmatch.fnmatchcase(branch, b))
+        return next(kinds, None)
+
+    def rules_for(self, branch: str) -> list[str]:
+        """The types of the rulesets' rules that apply to that branch."""
+        refuses = ["pull_request"] if self.protection_of(branch) == "ruleset" else []
+        return [*refuses, *self.rules]
 
     def protect(
         self,
@@ -1422,7 +1459,8 @@ def branch_json(base: str, repo: Repo, name: str, sha: str) -> Json:
     return {
         "name": name,
         "commit": {"sha": sha, "url": f"{url}/commits/{sha}"},
-        "protected": repo.is_protected(name),
+        "protected": repo.is_protected(name) or bool(repo.rules_for(name)),
+        "protection": {"enabled": repo.protection_of(name) == "branch-protection"},
         "protection_url": f"{url}/branches/{name}/protection",
     }
 
@@ -1732,8 +1770,10 @@ class Routes(list[Route]):
     def __call__(
         self, method: str, path: str, needs: str = ""
     ) -> Callable[[Callable[[Call], Reply]], Callable[[Call], Reply]]:
-        """Register for a path; ``{x}`` is a segment, ``{x+}`` the rest."""
+        """Register for a path; ``{x}`` is a segment, ``{x+}`` the rest, ``{x:p}`` of
+        a pattern."""
         pattern = re.sub(r"\{(\w+)\+\}", r"(?P<\1>.+)", path)
+        pattern = re.sub(r"\{(\w+):([^{}]+)\}", r"(?P<\1>\2)", pattern)
         pattern = re.sub(r"\{number\}", r"(?P<number>[0-9]+)", pattern)
         pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", pattern)
 
@@ -1843,6 +1883,13 @@ def get_branch(call: Call) -> Reply:
     if sha is None:
         raise Refused(404, "Branch not found")
     return json_reply(200, branch_json(call.base, call.repo, name, sha))
+
+
+@GITHUB("GET", "/repos/{owner}/{name}/rules/branches/{branch+}", "metadata:read")
+def get_rules(call: Call) -> Reply:
+    found = call.repo.rules_for(call.args["branch"])
+    source = {"ruleset_source_type": "Repository", "ruleset_id": 1}
+    return paginated(call, [{"type": rule, **source} for rule in found])
 
 
 @GITHUB("GET", "/repos/{owner}/{name}/git/ref/{ref+}", "contents:read")
@@ -2192,6 +2239,9 @@ class FakeForge(FakeServer):
     api_prefixes: ClassVar[tuple[str, ...]]
     git_path: ClassVar[re.Pattern[str]]
     realm: ClassVar[str]
+    data_type: ClassVar[type[ForgeData]] = ForgeData
+    #: What a rule about issues must say besides, to serve the repository `spoon`.
+    run_fields: ClassVar[Mapping[str, str]] = {}
     request_ref: ClassVar[str] = "refs/pull/{n}/head"
     apart: ClassVar[bool] = False
 
@@ -2203,11 +2253,13 @@ class FakeForge(FakeServer):
         port: int = 0,
         root: Path | None = None,
         clock: Callable[[], float] = time.time,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(host, port, clock)
+        super().__init__(host, port, clock, tls)
         self._own_root = None if root else tempfile.mkdtemp(prefix="fake-forge-")
         self.root = root or Path(str(self._own_root))
-        self.data = ForgeData(Accounts(clock, self.root, self.url), tokens, app)
+        accounts = Accounts(clock, self.root, self.url)
+        self.data = self.data_type(accounts, tokens, app)
         self.log: list[Logged] = []
 
     def stop(self) -> None:
@@ -2284,6 +2336,10 @@ class FakeForge(FakeServer):
         """An answer of the API with what the forge puts on every one."""
         return reply
 
+    def delivery_id(self, guid: str) -> str:
+        """The delivery's id as a receiver reads it."""
+        return guid
+
     def label(
         self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
     ) -> tuple[dict[str, str], bytes]:
@@ -2348,7 +2404,7 @@ class FakeForge(FakeServer):
             raise Refused(404, "Not Found")
         row, args = self.routes.find(request.method, request.path.removeprefix(prefix))
         host = request.headers.get("host", f"{self.host}:{self.port}")
-        base, name = f"http://{host}{prefix}", self.repo_name(args)
+        base, name = f"{self.scheme}://{host}{prefix}", self.repo_name(args)
         call = Call(self.data, request, base, token, args, name)
         self.admit(call, row.needs)
         return row.function(call)
@@ -3388,6 +3444,761 @@ class FakeForgejo(FakeForge):
             raise Refused(401, "invalid username, password or token")
         if call.full_name:
             _check_permission(call, call.token, needs)
+
+
+# ---------------------------------------------------------------------------
+# azure
+#
+# Azure DevOps over the same state: a repository's owner is its project, its issues
+# are the project's work items, labels are tags. What differs from GitHub stands here:
+# routes, shapes, deliveries, who is a member (learn.microsoft.com, "REST API").
+# ---------------------------------------------------------------------------
+
+AZURE = Routes()
+_AZURE_SUBSCRIPTION = "5f0c11e1-0000-4000-8000-00000000a5e1"
+#: Resource areas with an address of their own, as the location service tells them.
+AZURE_AREAS = {
+    "bb1e7ec9-e901-4b68-999a-de7012b920f8": "graph",
+    "8a3d49b8-91f0-46ef-b33d-dda338c25db3": "ims",
+}
+#: Where the organisation itself is the address.
+AZURE_HOME_AREAS = (
+    "4e080c62-fa21-4fbc-8fef-2a10a2b38049",
+    "5264459e-e5e0-4bd8-b118-0985e68a4ec5",
+    "79134c72-4a58-4b42-976c-04e7115f32bf",
+)
+_GIT_TEMPLATE = "{project}/_apis/{area}/repositories/{repositoryId}"
+_PULL_TEMPLATE = _GIT_TEMPLATE + "/pullRequests/{pullRequestId}"
+#: Location id, area, resource, route template: how its clients find a call.
+AZURE_LOCATIONS = (
+    (
+        "e81700f7-3be2-46de-8624-2eb35882fcaa",
+        "Location",
+        "resourceAreas",
+        "_apis/{resource}",
+    ),
+    (
+        "00d9565f-ed9c-4a06-9a50-00e7896ccab4",
+        "Location",
+        "connectionData",
+        "_apis/{resource}",
+    ),
+    (
+        "603fe2ac-9723-48b9-88ad-09305aa6c6e1",
+        "core",
+        "projects",
+        "_apis/{resource}/{*projectId}",
+    ),
+    ("225f7195-f9c7-4d14-ab28-a83f7ff77e1f", "git", "repositories", _GIT_TEMPLATE),
+    ("9946fd70-0d40-406e-b686-b4744cbbcc37", "git", "pullRequests", _PULL_TEMPLATE),
+    (
+        "d43911ee-6958-46b0-a42b-8445b8a0d004",
+        "git",
+        "iterations",
+        _PULL_TEMPLATE + "/iterations/{iterationId}",
+    ),
+    (
+        "ab6e2e5d-a0b7-4153-b64a-a4efe0d49449",
+        "git",
+        "threads",
+        _PULL_TEMPLATE + "/threads/{threadId}",
+    ),
+    (
+        "2c420070-a0a2-49cc-9639-c9f271c5ff07",
+        "git",
+        "configurations",
+        "{project}/_apis/{area}/policy/{resource}",
+    ),
+    (
+        "72c7ddf8-2cdc-4f60-90cd-ab71c14a399b",
+        "wit",
+        "workItems",
+        "{project}/_apis/{area}/{resource}/{id}",
+    ),
+    (
+        "a00c85a5-80fa-4565-99c3-bcd2181434bb",
+        "wit",
+        "revisions",
+        "{project}/_apis/{area}/workItems/{id}/revisions/{revisionNumber}",
+    ),
+    (
+        "608aac0a-32e1-4493-a863-b9cf4566d257",
+        "wit",
+        "comments",
+        "{project}/_apis/{area}/workItems/{workItemId}/comments",
+    ),
+    (
+        "048aee0a-7072-4cde-ab73-7af77b1e0b4e",
+        "Graph",
+        "Descriptors",
+        "_apis/{area}/{resource}/{storageKey}",
+    ),
+    (
+        "ebbe6af8-0b91-4c13-8cf1-777c14858188",
+        "Graph",
+        "Groups",
+        "_apis/{area}/{resource}/{groupDescriptor}",
+    ),
+    (
+        "e34b6394-6b30-4435-94a9-409a5eef3e31",
+        "Graph",
+        "Memberships",
+        "_apis/{area}/{resource}/{subjectDescriptor}",
+    ),
+    (
+        "28010c54-d0c0-4c89-a5b0-1c9e188b9fb7",
+        "IMS",
+        "Identities",
+        "_apis/{resource}/{identityId}",
+    ),
+)
+#: The groups of a project that a permission of the fake puts somebody into.
+_AZURE_GROUPS = {
+    "admin": "Project Administrators",
+    "write": "Contributors",
+    "team": "The Team",
+    "read": "Readers",
+    "directory": "Contributors",
+}
+
+
+def azure_guid(kind: str, name: str) -> str:
+    """The id of a project, repository or person."""
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"{kind}:{name}"))
+
+
+def _azure_name(kind: str, name: str) -> str:
+    """A descriptor: the kind and the name, encoded."""
+    return f"{kind}." + base64.urlsafe_b64encode(name.encode()).decode().rstrip("=")
+
+
+def _azure_named(descriptor: str) -> tuple[str, str]:
+    kind, _, text = descriptor.partition(".")
+    return kind, base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
+
+
+def azure_user(login: str) -> Json:
+    """An identity reference."""
+    return {
+        "displayName": login.title(),
+        "id": azure_guid("user", login),
+        "uniqueName": f"{login}@example.com",
+        "descriptor": _azure_name("aad", login),
+    }
+
+
+def azure_time(seconds: float) -> str:
+    """A time with the seven digits that Azure writes."""
+    return iso_time(seconds).replace("Z", f".{int(seconds % 1 * 1e7):07}Z")
+
+
+def azure_repository(base: str, repo: Repo) -> Json:
+    project = azure_guid("project", repo.owner)
+    number = azure_guid("repository", repo.full_name)
+    return {
+        "id": number,
+        "name": repo.name,
+        "url": f"{base}/{project}/_apis/git/repositories/{number}",
+        "project": {"id": project, "name": repo.owner, "state": "wellFormed"},
+        "defaultBranch": f"refs/heads/{repo.default_branch}",
+        "remoteUrl": f"{base}/{urllib.parse.quote(f'{repo.owner}/_git/{repo.name}')}",
+    }
+
+
+def azure_pull(base: str, repo: Repo, pull: Pull) -> Json:
+    """A pull request; a fork's names the repository its branch is in."""
+    states = {"open": "active", "closed": "completed" if pull.merged else "abandoned"}
+    shape = {
+        "repository": azure_repository(base, repo),
+        "pullRequestId": pull.number,
+        "status": states[pull.state],
+        "createdBy": azure_user(pull.user),
+        "creationDate": azure_time(pull.created_at),
+        "title": pull.title,
+        "sourceRefName": f"refs/heads/{pull.head}",
+        "targetRefName": f"refs/heads/{pull.base}",
+        "isDraft": pull.draft,
+        "lastMergeSourceCommit": {"commitId": pull.head_sha},
+    }
+    if pull.body:
+        shape["description"] = pull.body
+    if pull.head_owner != repo.owner:
+        fork = {"id": azure_guid("repository", pull.head_owner), "name": repo.name}
+        shape["forkSource"] = {"name": shape["sourceRefName"], "repository": fork}
+    return shape
+
+
+def azure_fields(repo: Repo, issue: Issue, changed_by: object) -> Json:
+    fields = {
+        "System.TeamProject": repo.owner,
+        "System.WorkItemType": "Bug",
+        "System.State": "New",
+        "System.Title": issue.title,
+        "System.CreatedDate": azure_time(issue.created_at),
+        "System.ChangedDate": azure_time(issue.updated_at),
+        "System.ChangedBy": changed_by,
+    }
+    if issue.body:
+        fields["System.Description"] = issue.body
+    if issue.labels:
+        fields["System.Tags"] = "; ".join(issue.labels)
+    return fields
+
+
+def azure_clean(html: str) -> str:
+    """What is left of a comment's HTML once the server has stored it."""
+    html = re.sub(r"(?s)<!--.*?-->", "", html)
+    return re.sub(r"\s(?:style|class|on\w+)=(\"[^\"]*\"|'[^']*')", "", html)
+
+
+def azure_delivery(
+    payload: Json, secret: str, header: str | None = None
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a delivery; ``secret`` is ``user:password``, or the
+    password alone, or what a named header brings."""
+    pair = secret if ":" in secret else f":{secret}"
+    basic = "Basic " + base64.b64encode(pair.encode()).decode()
+    headers = {
+        "Content-Type": "application/json; charset=utf-8",
+        "User-Agent": "VSServices/19.0",
+        "X-VSS-SubscriptionId": _AZURE_SUBSCRIPTION,
+        header or "Authorization": secret if header else basic,
+    }
+    return headers, json.dumps(payload, ensure_ascii=False).encode()
+
+
+def _azure_rows(rows: Sequence[Json], **headers: str) -> Reply:
+    return json_reply(200, {"count": len(rows), "value": list(rows)}, **headers)
+
+
+def _azure_data(call: Call) -> AzureData:
+    assert isinstance(call.data, AzureData)
+    return call.data
+
+
+class AzureData(ForgeData):
+    """What an organisation has beyond repositories: revisions, pushers, groups."""
+
+    #: A server of one's own has no Graph and no service at another address.
+    own_server = False
+
+    def __init__(self, accounts: Accounts, tokens: Iterable[Token], app: App | None):
+        super().__init__(accounts, tokens, app)
+        self.revisions: dict[int, list[str]] = {}
+        self.pushers: dict[int, list[str]] = {}
+
+    def inside(self, project: str) -> list[Repo]:
+        """The repositories of a project, given by name or id."""
+        found = [
+            repo
+            for repo in self.repos.values()
+            if project in (repo.owner, azure_guid("project", repo.owner))
+        ]
+        if not found:
+            raise Refused(404, f"TF200016: The project does not exist: {project}")
+        return found
+
+    def work_item(self, project: str, number: int) -> tuple[Repo, Issue]:
+        """A work item of the project, wherever the fake keeps it."""
+        for repo in self.inside(project):
+            if number in repo.issues:
+                return repo, repo.issues[number]
+        raise Refused(404, f"TF401232: Work item {number} does not exist, or you do …")
+
+    def revise(self, issue: Issue, login: str) -> int:
+        """Another revision of a work item; its number."""
+        made = self.revisions.setdefault(issue.number, [issue.user])
+        made.append(login)
+        issue.updated_at = self.accounts.clock()
+        return len(made)
+
+    def groups_of(self, login: str) -> list[tuple[str, str, str]]:
+        """Project, group and permission of somebody, for each project once."""
+        found = {}
+        for repo in self.repos.values():
+            permission = repo.collaborators.get(login, "none")
+            if permission in _AZURE_GROUPS:
+                group = _AZURE_GROUPS[permission]
+                found[repo.owner] = (repo.owner, group, permission)
+        return list(found.values())
+
+
+@AZURE("OPTIONS", "/_apis")
+def azure_locations(call: Call) -> Reply:
+    rows = [
+        {
+            "id": number,
+            "area": area,
+            "resourceName": resource,
+            "routeTemplate": template,
+            "resourceVersion": 1,
+            "minVersion": "1.0",
+            "maxVersion": "7.1",
+            "releasedVersion": "7.0",
+        }
+        for number, area, resource, template in AZURE_LOCATIONS
+    ]
+    return _azure_rows(rows)
+
+
+@AZURE("GET", "/_apis/resourceAreas")
+def azure_areas(call: Call) -> Reply:
+    if _azure_data(call).own_server:
+        return json_reply(200, {"count": 0, "value": None})
+    root, _, organisation = call.base.rpartition("/")
+    beside = f"{root.removesuffix('/vssps')}/vssps/{organisation}/"
+    rows = [
+        {"id": number, "name": name, "locationUrl": beside}
+        for number, name in AZURE_AREAS.items()
+    ]
+    home = call.base + "/"
+    rows += [{"id": n, "name": "home", "locationUrl": home} for n in AZURE_HOME_AREAS]
+    return _azure_rows(rows)
+
+
+@AZURE("GET", "/_apis/connectionData")
+def azure_connection(call: Call) -> Reply:
+    user = azure_user(call.caller)
+    shown = {"id": user["id"], "providerDisplayName": user["displayName"]}
+    return json_reply(200, {"authenticatedUser": shown, "authorizedUser": shown})
+
+
+@AZURE("GET", "/_apis/projects/{project}")
+def azure_project(call: Call) -> Reply:
+    owner = _azure_data(call).inside(call.args["project"])[0].owner
+    number = azure_guid("project", owner)
+    return json_reply(200, {"id": number, "name": owner, "state": "wellFormed"})
+
+
+# -- graph and identities
+
+
+def _azure_graph(call: Call) -> AzureData:
+    data = _azure_data(call)
+    if data.own_server:
+        raise Refused(404, "The controller for path '/_apis/graph' was not found")
+    return data
+
+
+@AZURE("GET", "/_apis/{graph:[Gg]raph}/{what:[Dd]escriptors}/{key}")
+def azure_descriptor(call: Call) -> Reply:
+    data, key = _azure_graph(call), call.args["key"]
+    for login in data.accounts.users:
+        if azure_guid("user", login) == key:
+            return json_reply(200, {"value": _azure_name("aad", login)})
+    for repo in data.repos.values():
+        if azure_guid("project", repo.owner) == key:
+            return json_reply(200, {"value": _azure_name("scp", repo.owner)})
+    raise Refused(404, f"VS403369: no subject has the storage key {key}")
+
+
+@AZURE("GET", "/_apis/{graph:[Gg]raph}/{what:[Gg]roups}")
+def azure_groups(call: Call) -> Reply:
+    """One group a page: a list of groups is continued by a header."""
+    _azure_graph(call)
+    project = _azure_named(call.request.query["scopeDescriptor"])[1]
+    names = [*dict.fromkeys(_AZURE_GROUPS.values()), "Project Valid Users"]
+    at = int(call.request.query.get("continuationToken", "0"))
+    name = names[at]
+    row = {
+        "subjectKind": "group",
+        "descriptor": _azure_name("vssgp", f"{project}/{name}"),
+        "displayName": name,
+        "principalName": f"[{project}]\\{name}",
+    }
+    more = {"X_MS_ContinuationToken": str(at + 1)} if at + 1 < len(names) else {}
+    return _azure_rows([row], **more)
+
+
+@AZURE("GET", "/_apis/{graph:[Gg]raph}/{what:[Mm]emberships}/{subject}")
+def azure_memberships(call: Call) -> Reply:
+    data = _azure_graph(call)
+    kind, name = _azure_named(call.args["subject"])
+    if kind == "aad":
+        shown = [g for g in data.groups_of(name) if g[2] != "directory"]
+        up = [f"{project}/{group}" for project, group, _ in shown]
+    else:
+        project, _, group = name.partition("/")
+        above = {"The Team": "Contributors", "Project Valid Users": ""}
+        over = above.get(group, "Project Valid Users")
+        up = [f"{project}/{over}"] if over else []
+    rows = [
+        {
+            "containerDescriptor": _azure_name("vssgp", container),
+            "memberDescriptor": call.args["subject"],
+        }
+        for container in up
+    ]
+    return _azure_rows(rows)
+
+
+@AZURE("GET", "/_apis/{what:[Ii]dentities}")
+def azure_identities(call: Call) -> Reply:
+    """By storage key with all groups above, or groups by their descriptors."""
+    query, data = call.request.query, _azure_data(call)
+    prefix = "Microsoft.TeamFoundation.Identity;"
+    if "identityIds" in query:
+        found = (
+            u
+            for u in data.accounts.users
+            if azure_guid("user", u) == query["identityIds"]
+        )
+        login = next(found, None)
+        if login is None:
+            return _azure_rows([cast(Json, None)])
+        above = []
+        for project, group, _ in data.groups_of(login):
+            names = {group, "Project Valid Users"}
+            names |= {"Contributors"} if group == "The Team" else set()
+            above += [f"{prefix}{project}/{name}" for name in sorted(names)]
+        shown = above if query.get("queryMembership") == "Expanded" else []
+        return _azure_rows([{"id": query["identityIds"], "memberOf": shown}])
+    rows = []
+    for descriptor in query["descriptors"].split(","):
+        project, _, name = descriptor.removeprefix(prefix).partition("/")
+        domain = f"vstfs:///Classification/TeamProject/{azure_guid('project', project)}"
+        special = {"Project Valid Users": "EveryoneApplicationGroup"}
+        facts = {"Account": name, "Domain": domain, "SchemaClassName": "Group"}
+        facts["SpecialType"] = special.get(name, "Generic")
+        typed = {k: {"$type": "System.String", "$value": v} for k, v in facts.items()}
+        rows.append({"descriptor": descriptor, "properties": typed})
+    return _azure_rows(rows)
+
+
+# -- git
+
+
+_AZURE_REPO = "/{owner}/_apis/git/repositories/{name}"
+_AZURE_PULLS = _AZURE_REPO + "/{what:pull[Rr]equests}"
+
+
+@AZURE("GET", _AZURE_REPO, "contents:read")
+def azure_get_repository(call: Call) -> Reply:
+    return json_reply(200, azure_repository(call.base, call.repo))
+
+
+@AZURE("GET", _AZURE_PULLS, "pull_requests:read")
+def azure_get_pulls(call: Call) -> Reply:
+    query = call.request.query
+    source = query.get("searchCriteria.sourceRefName")
+    status = query.get("searchCriteria.status", "active")
+    rows = [azure_pull(call.base, call.repo, p) for p in call.repo.pulls.values()]
+    found = [
+        row
+        for row in rows
+        if status in ("all", row["status"]) and source in (None, row["sourceRefName"])
+    ]
+    return _azure_rows(found[: int(query.get("$top", "101"))])
+
+
+@AZURE("POST", _AZURE_PULLS, "pull_requests:write")
+def azure_post_pull(call: Call) -> Reply:
+    shape, repo = call.body(), call.repo
+    refs = [str(shape.get(f"{side}RefName", "")) for side in ("source", "target")]
+    head, base = (ref.removeprefix("refs/heads/") for ref in refs)
+    if any(not ref.startswith("refs/heads/") for ref in refs):
+        raise Refused(400, "TF401027: The ref name is not valid.")
+    if repo.branch(head) is None or repo.branch(base) is None:
+        raise Refused(404, f"TF401398: The ref {refs[0]} does not exist.")
+    if len(str(shape.get("description", ""))) > 4_000:
+        raise Refused(400, "The description is longer than 4000 characters.")
+    if not 1 <= len(str(shape.get("title", ""))) <= 400:
+        raise Refused(400, "The title is invalid.")
+    twins = [(p.head, p.base, p.state) for p in repo.pulls.values()]
+    if (head, base, "open") in twins:
+        raise Refused(409, "TF401179: An active pull request already exists.")
+    title, body = shape["title"], shape.get("description")
+    pull = repo.open_pull(head, title, body, base, call.caller)
+    return json_reply(201, azure_pull(call.base, repo, pull))
+
+
+@AZURE("GET", _AZURE_PULLS + "/{number}", "pull_requests:read")
+def azure_get_pull(call: Call) -> Reply:
+    return json_reply(200, azure_pull(call.base, call.repo, call.pull()))
+
+
+@AZURE("PATCH", _AZURE_PULLS + "/{number}", "pull_requests:write")
+def azure_patch_pull(call: Call) -> Reply:
+    pull = call.pull()
+    pull.title = str(call.body().get("title", pull.title))
+    return json_reply(200, azure_pull(call.base, call.repo, pull))
+
+
+@AZURE("GET", _AZURE_PULLS + "/{number}/iterations", "pull_requests:read")
+def azure_iterations(call: Call) -> Reply:
+    pull = call.pull()
+    pushers = _azure_data(call).pushers.get(pull.number, [pull.user])
+    rows = [
+        {"id": number, "author": azure_user(login), "reason": "push"}
+        for number, login in enumerate(pushers, 1)
+    ]
+    return _azure_rows(rows)
+
+
+def _azure_thread(comment: Comment) -> Json:
+    shown = {
+        "id": 1,
+        "parentCommentId": 0,
+        "author": azure_user(comment.user),
+        "content": comment.body,
+        "publishedDate": azure_time(comment.created_at),
+        "commentType": "text",
+    }
+    return {"id": comment.id, "comments": [shown], "status": "closed"}
+
+
+@AZURE("GET", _AZURE_PULLS + "/{number}/threads", "pull_requests:read")
+def azure_get_threads(call: Call) -> Reply:
+    comments = call.repo.comments_on(call.pull().number)
+    return _azure_rows([_azure_thread(comment) for comment in comments])
+
+
+@AZURE("POST", _AZURE_PULLS + "/{number}/threads", "pull_requests:write")
+def azure_post_thread(call: Call) -> Reply:
+    [first] = call.body()["comments"]
+    if not str(first.get("content", "")).strip():
+        raise Refused(400, "The comment has no content.")
+    comment = call.repo.add_comment(call.pull().number, first["content"], call.caller)
+    return json_reply(200, _azure_thread(comment))
+
+
+@AZURE("GET", "/{project}/_apis/git/policy/configurations")
+def azure_policies(call: Call) -> Reply:
+    query = call.request.query
+    rows = [policy_row("2e26e725-8201-4edd-8bf5-978563c34a80")]
+    for repo in _azure_data(call).inside(call.args["project"]):
+        branch = query.get("refName", "").removeprefix("refs/heads/")
+        mine = azure_guid("repository", repo.full_name) == query.get("repositoryId")
+        if mine and repo.is_protected(branch):
+            rows.append(policy_row("fa4e907d-c16b-4a4c-9dfa-4906e5d171dd"))
+    return _azure_rows(rows)
+
+
+def policy_row(kind: str, enabled: bool = True, blocking: bool = True) -> Json:
+    """A policy configuration of a type; the first one above bounds file sizes."""
+    return {"type": {"id": kind}, "isEnabled": enabled, "isBlocking": blocking}
+
+
+# -- work items
+
+
+_AZURE_ITEM = "/{project}/_apis/wit/work{what:[Ii]}tems/{number}"
+
+
+def _azure_item(call: Call) -> tuple[Repo, Issue]:
+    return _azure_data(call).work_item(call.args["project"], int(call.args["number"]))
+
+
+@AZURE("GET", _AZURE_ITEM)
+def azure_get_item(call: Call) -> Reply:
+    repo, issue = _azure_item(call)
+    fields = azure_fields(repo, issue, azure_user(issue.user))
+    return json_reply(200, {"id": issue.number, "rev": 1, "fields": fields})
+
+
+@AZURE("GET", _AZURE_ITEM + "/revisions/{rev}")
+def azure_get_revision(call: Call) -> Reply:
+    repo, issue = _azure_item(call)
+    logins = _azure_data(call).revisions.get(issue.number, [issue.user])
+    rev = int(call.args["rev"])
+    if not 1 <= rev <= len(logins):
+        raise Refused(404, "TF26198: The work item does not have that revision.")
+    fields = azure_fields(repo, issue, azure_user(logins[rev - 1]))
+    return json_reply(200, {"id": issue.number, "rev": rev, "fields": fields})
+
+
+def _azure_note(comment: Comment) -> Json:
+    return {
+        "id": comment.id,
+        "workItemId": comment.number,
+        "version": 1,
+        "text": comment.body,
+        "createdBy": azure_user(comment.user),
+        "createdDate": azure_time(comment.created_at),
+    }
+
+
+@AZURE("GET", _AZURE_ITEM + "/comments")
+def azure_get_notes(call: Call) -> Reply:
+    """Pages of at most two hundred; the token of the next is in the body."""
+    repo, issue = _azure_item(call)
+    query = call.request.query
+    rows = [_azure_note(c) for c in repo.comments_on(issue.number)]
+    if query.get("order", "desc") == "desc":
+        rows.reverse()
+    at, size = int(query.get("continuationToken", "0")), int(query.get("$top", "200"))
+    shape: Json = {"totalCount": len(rows), "comments": rows[at : at + size]}
+    if at + size < len(rows):
+        shape["continuationToken"] = str(at + size)
+    return json_reply(200, shape)
+
+
+@AZURE("POST", _AZURE_ITEM + "/comments")
+def azure_post_note(call: Call) -> Reply:
+    repo, issue = _azure_item(call)
+    text = call.body().get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise Refused(400, "The comment's text is missing.")
+    comment = repo.add_comment(issue.number, azure_clean(text), call.caller)
+    _azure_data(call).revise(issue, call.caller)
+    return json_reply(200, _azure_note(comment))
+
+
+class FakeAzure(FakeForge):
+    """An organisation ``fabrikam``; with ``own_server`` like Azure DevOps Server.
+
+    Its people have the permissions of `Repo.add_collaborator`, and two more:
+    ``team``, in a group that is in Contributors, and ``directory``, known to be in
+    Contributors by the identity service alone."""
+
+    kind = "azure"
+    routes = AZURE
+    data_type = AzureData
+    run_fields: ClassVar[Mapping[str, str]] = {"repository": "spoon"}
+    api_prefixes = ("/vssps/fabrikam", "/fabrikam")
+    git_path = re.compile(
+        r"/fabrikam/(?P<owner>[^/]+)/_git/(?P<name>[^/]+?)"
+        r"/(?P<operation>info/refs|git-upload-pack|git-receive-pack)"
+    )
+    realm = "Azure DevOps"
+    request_ref = "refs/pull/{n}/merge"
+    apart = True
+    data: AzureData
+
+    def repo_name(self, args: Mapping[str, str]) -> str | None:
+        """Project and repository, each given by name or by id."""
+        if "owner" not in args:
+            return None
+        for repo in self.repos.values():
+            owners = (repo.owner, azure_guid("project", repo.owner))
+            names = (repo.name, azure_guid("repository", repo.full_name))
+            if args["owner"] in owners and args["name"] in names:
+                return repo.full_name
+        return f"{args['owner']}/{args['name']}"
+
+    def refused(self, refusal: Refused) -> Reply:
+        """An error in Azure's shape; 203 is its page to sign in."""
+        if refusal.status == 203:
+            page = b"<!DOCTYPE html><title>Azure DevOps Services | Sign In</title>"
+            return Reply(203, page, {"Content-Type": "text/html; charset=utf-8"})
+        shape = {"$id": "1", "innerException": None, "message": refusal.message}
+        return json_reply(refusal.status, shape | {"errorCode": 0, "eventId": 3000})
+
+    def admit(self, call: Call, needs: str) -> None:
+        """Nobody without a token: 401 for a program, a page for a browser."""
+        if call.token is None:
+            suppress = call.request.headers.get("x-tfs-fedauthredirect") == "Suppress"
+            raise Refused(401 if suppress else 203, "TF400813: not authorized")
+        if call.full_name:
+            _check_permission(call, call.token, needs)
+
+    # -- deliveries
+
+    def _sent(self, event: str, resource: Json, version: str = "1.0") -> Json:
+        number = self.data.accounts.new_id()
+        return {
+            "subscriptionId": _AZURE_SUBSCRIPTION,
+            "notificationId": number,
+            "id": azure_guid("event", str(number)),
+            "eventType": event,
+            "publisherId": "tfs",
+            "resource": resource,
+            "resourceVersion": version,
+            "createdDate": azure_time(self.clock()),
+        }
+
+    def delivery_id(self, guid: str) -> str:
+        return f"{_AZURE_SUBSCRIPTION}.1.{guid}"
+
+    def label(
+        self, repo: Repo, number: int, label: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``workitem.updated`` whose tags have one more."""
+        payload = self.tagged(repo, number, label, login)
+        payload |= {"id": guid, "notificationId": 1}
+        return azure_delivery(payload, secret)
+
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``git.pullrequest.updated`` with the status that it has now."""
+        pull = repo.pulls[number]
+        pull.merged = how == "merged"
+        pull.state = "open" if how == "reopened" else "closed"
+        payload = self.requested(repo, number, "updated")
+        return azure_delivery(payload | {"id": guid, "notificationId": 1}, secret)
+
+    def tagged(self, repo: Repo, number: int, tag: str, login: str) -> Json:
+        """Somebody puts a tag on a work item."""
+        issue = repo.issues[number]
+        old = "; ".join(issue.labels)
+        if tag not in issue.labels:
+            issue.labels.append(tag)
+        rev = self.data.revise(issue, login)
+        user = azure_user(login)
+        shown = f"{user['displayName']} <{user['uniqueName']}>"
+        change = {"newValue": "; ".join(issue.labels)}
+        if old:
+            change["oldValue"] = old
+        resource = {
+            "id": rev + 100,
+            "workItemId": number,
+            "rev": rev,
+            "revisedBy": user,
+            "revisedDate": "9999-01-01T00:00:00Z",
+            "fields": {"System.Tags": change, "System.Rev": {"newValue": rev}},
+            "revision": {
+                "id": number,
+                "rev": rev,
+                "fields": azure_fields(repo, issue, shown),
+            },
+        }
+        return self._sent("workitem.updated", resource)
+
+    def remarked(self, repo: Repo, number: int, html: str, login: str) -> Json:
+        """Somebody comments on a work item; only name and mail tell who."""
+        issue = repo.issues[number]
+        comment = repo.add_comment(number, html, login)
+        rev = self.data.revise(issue, login)
+        user = azure_user(login)
+        shown = f"{user['displayName']} <{user['uniqueName']}>"
+        fields = azure_fields(repo, issue, shown) | {"System.History": html}
+        version = {"commentId": comment.id, "version": 1}
+        resource = {"id": number, "rev": rev, "fields": fields}
+        resource["commentVersionRef"] = version
+        return self._sent("workitem.commented", resource)
+
+    def requested(self, repo: Repo, number: int, event: str = "created") -> Json:
+        """A request was created or updated; nobody is named."""
+        shape = azure_pull(f"{self.url}/fabrikam", repo, repo.pulls[number])
+        return self._sent(f"git.pullrequest.{event}", shape)
+
+    def said(
+        self, repo: Repo, number: int, text: str, login: str, version: str = "2.0"
+    ) -> Json:
+        """Somebody comments on a request, as either resource version tells it."""
+        comment = repo.add_comment(number, text, login)
+        pull = azure_pull(f"{self.url}/fabrikam", repo, repo.pulls[number])
+        where = pull["repository"]["url"]
+        when = azure_time(comment.created_at)
+        shape = {
+            "id": 1,
+            "author": azure_user(login),
+            "content": text,
+            "publishedDate": when,
+            "lastUpdatedDate": when,
+            "lastContentUpdatedDate": when,
+            "commentType": "text",
+            "_links": {
+                "repository": {"href": where},
+                "threads": {
+                    "href": f"{where}/pullRequests/{number}/threads/{comment.id}"
+                },
+            },
+        }
+        whole = {"comment": shape, "pullRequest": pull} if version == "2.0" else shape
+        name = "ms.vss-code.git-pullrequest-comment-event"
+        return self._sent(name, whole, version)
 
 
 # ---------------------------------------------------------------------------

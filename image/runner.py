@@ -185,6 +185,26 @@ JOB_KEYS = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Forge:
+    """Where an agent that publishes for itself pushes to, and what it needs for it.
+
+    The environment holds the token by the names that the forge's CLI reads, and by
+    those below for git.
+    """
+
+    url: str
+    environment: Mapping[str, str] = dataclasses.field(repr=False)
+
+    @property
+    def root(self) -> str:
+        parts = urllib.parse.urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}"
+
+
+USERNAME, PASSWORD = "PI_GIT_USERNAME", "PI_GIT_PASSWORD"
+
+
+@dataclasses.dataclass(frozen=True)
 class Job:
     """job.json, version 1. `deadline` is in unix seconds; `branch` is the local one."""
 
@@ -206,6 +226,7 @@ class Job:
     session: str | None  # "new", "resumed", or none is kept
     name: str
     email: str
+    forge: Forge | None = None
 
     @property
     def in_place(self) -> bool:
@@ -280,6 +301,17 @@ def _flow(source: object, target: str) -> str | None:
     return _text(source, "flow", r"(?!\.)[A-Za-z0-9._-]+")
 
 
+def _forge(source: object) -> Forge | None:
+    """Only with publish=agent; the host gives no forge when it publishes itself."""
+    if _value(source, "publish", str) != "agent":
+        return None
+    url = _text(source, "forge.url", r"https?://[^\s@\"\\]+")
+    environment = _value(source, "forge.environment", dict)
+    for name in (USERNAME, PASSWORD, *environment):
+        _text(environment, name)
+    return Forge(url, environment)
+
+
 def _load(path: Path) -> dict[str, object]:
     try:
         source = json.loads(path.read_bytes())
@@ -318,6 +350,7 @@ def read_job(path: Path) -> Job:
         session=_session(source),
         name=_text(source, "git.name"),
         email=_text(source, "git.email"),
+        forge=_forge(source),
     )
 
 
@@ -532,6 +565,8 @@ def check_out(job: Job, places: Places, limit: Limit) -> None:
         git.run("checkout", "--quiet", "-B", job.branch, job.base)
         if job.request_sha is not None:
             git.run("update-ref", REQUEST_REF, f"{job.request_sha}^{{commit}}")
+        if job.forge is not None:
+            git.run("remote", "add", "origin", job.forge.url)
     except GitFailed as error:
         raise policy(f"base.pack: {error}") from None
     (dot_git / "info").mkdir(exist_ok=True)
@@ -565,6 +600,17 @@ AGENT_GIT = """\
 \tauto = false
 """
 
+# Git asks this for the forge's credential, and for no other host's. It reads the
+# environment, so that the token is in no file, URL or argument (printf is the shell's).
+CREDENTIAL_GIT = """\
+[credential {root}]
+\thelper = {helper}
+"""
+CREDENTIAL_HELPER = (
+    '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'
+    f' "${USERNAME}" "${PASSWORD}"; }}; f'
+)
+
 PI_SETTINGS = {
     "quietStartup": True,
     "enableInstallTelemetry": False,
@@ -580,6 +626,9 @@ def write_home(job: Job, places: Places) -> None:
         json.dumps(text, ensure_ascii=False) for text in (job.name, job.email)
     )
     config = AGENT_GIT.format(name=name, email=email)
+    if job.forge is not None:
+        root, helper = json.dumps(job.forge.root), json.dumps(CREDENTIAL_HELPER)
+        config += CREDENTIAL_GIT.format(root=root, helper=helper)
     (places.home / ".gitconfig").write_text(config, "utf-8")
     directory = agent_directory(places)
     directory.mkdir(parents=True, exist_ok=True)
@@ -851,6 +900,7 @@ def pi_environment(job: Job, places: Places) -> dict[str, str]:
         "PI_OFFLINE": "1",
         "PI_SKIP_VERSION_CHECK": "1",
         "PI_TELEMETRY": "0",
+        **({"GIT_TERMINAL_PROMPT": "0", **job.forge.environment} if job.forge else {}),
     }
 
 
@@ -1540,6 +1590,8 @@ def attempt(places: Places, tally: Tally, out: Out, stop: Stop) -> Exit:
     try:
         job = read_inputs(places)
         out.secrets = (job.token,)
+        if job.forge is not None:
+            out.secrets += (job.forge.environment[PASSWORD],)
         return work(job, places, tally, out, stop)
     except Refused as error:
         return Exit(Verdict(POLICY, error.reason, str(error)))

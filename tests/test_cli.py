@@ -150,7 +150,6 @@ MISTAKES: list[tuple[str, dict[str, str], int, str]] = [
     ("triggers try github ok.json --header nocolon", {}, 2, "is no header"),
     ("triggers try github ok.json --header :x", {}, 2, "is no header"),
     ("triggers try github ok.json --secret s", {}, 2, "X-Hub-Signature-256"),
-    ("triggers try azure ok.json", {}, 2, 'no forge "azure"'),
     ("triggers try svn ok.json", {}, 2, "is not one of"),
     # a database that is not there, or is none
     ("runs", {}, 2, "start `pidispatch serve` once"),

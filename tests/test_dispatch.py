@@ -264,15 +264,37 @@ class FakeForge:
         self.comments: list[tuple[str, str]] = []
         self.token_error: Exception | None = None
         self.asked = 0
+        self.url = "https://forge.example"
+        self.is_protected: bool | None = True
+        self.no: Exception | None = None
+        self.token = "y-token"
 
     def credential(self, repo: str) -> pidispatch.Credential:
         self.asked += 1
         if self.token_error:
             raise self.token_error
-        return pidispatch.Credential("x", "forge-secret")
+        return pidispatch.Credential("x", self.token)
+
+    @property
+    def api(self) -> str:
+        return "https://api.forge.example/v1"
 
     def clone_url(self, repo: str) -> str:
-        return f"http://forge/{repo}.git"
+        return f"{self.url}/{repo}.git"
+
+    def default_branch(self, repo: str) -> str:
+        if self.no:
+            raise self.no
+        return "main"
+
+    def protected(self, repo: str, branch: str) -> bool:
+        assert branch == "main"
+        if self.is_protected is None:
+            raise pidispatch.InfraError("could not tell")
+        return self.is_protected
+
+    def agent_environment(self, repo: str) -> dict[str, str]:
+        return {"FORGE_TOKEN": self.token}
 
     def comment(
         self, repo: str, target: pidispatch.Target, text: str, marker: str
@@ -397,7 +419,37 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("provider", {"provider": "nobody"}, {}, "provider-unconfigured"),
     ("key", {"provider": "openai"}, {}, "provider-unconfigured"),
     ("resume", {"resume": True}, {}, "sessions-dir-unset"),
-    ("agent", {"publish": "agent"}, {}, "not-in-this-version"),
+    ("agent", {"publish": "agent"}, {}, "job-image-forge-unsupported"),
+    (
+        "agent, open branch",
+        {"publish": "agent"},
+        {"image": image(forges="github"), "protected": False},
+        "unprotected-branch",
+    ),
+    (
+        "agent, http",
+        {"publish": "agent"},
+        {"image": image(forges="github"), "url": "http://forge"},
+        "forge-out-of-reach",
+    ),
+    (
+        "agent, loopback",
+        {"publish": "agent"},
+        {"image": image(forges="github"), "url": "https://localhost:8443"},
+        "forge-out-of-reach",
+    ),
+    (
+        "agent, no repository",
+        {"publish": "agent"},
+        {"image": image(forges="github"), "no": pidispatch.Rejected("404", 404)},
+        "repository-unavailable",
+    ),
+    (
+        "agent, bad token",
+        {"publish": "agent"},
+        {"image": image(forges="github"), "no": pidispatch.Rejected("401", 401)},
+        "forge-token-unavailable",
+    ),
     (
         "model",
         {"model": "x"},
@@ -418,6 +470,9 @@ def test_a_refusal_costs_nothing_and_is_said_once(
     if "image" in world:
         bench.engine.images["pi-job:latest"] = world["image"]
     bench.engine.models = world.get("models", {})
+    bench.forge.url = world.get("url", bench.forge.url)
+    bench.forge.is_protected = world.get("protected", True)
+    bench.forge.no = world.get("no")
     rows = bench.run(**run)
     assert {(row.state, row.reason) for row in rows} == {("policy", reason)}
     assert bench.engine.log == []
@@ -521,6 +576,17 @@ def no_token(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     bench.forge.token_error = pidispatch.Refused("forge-token-unavailable", "no token")
 
 
+def agents(**forge: Any) -> Scene:
+    """A rule with publish: agent on a forge like that."""
+
+    def spoil(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+        bench.engine.images["pi-job:latest"] = image(forges="github")
+        for name, value in forge.items():
+            setattr(bench.forge, name, value)
+
+    return Scene(spoil, {"publish": "agent"})
+
+
 OF_SPOON = pidispatch.ScopeRow(scope="github:octo/spoon", day=1)
 CAP_SCENES = {
     "daily-token-cap": Scene.cap(daily_token_cap=9, max_tokens=10),
@@ -537,7 +603,6 @@ SCENES: dict[str, dict[str, Scene]] = {
         "job-image-replicas-unsupported": images(image("gate")),
         "job-image-exclude-tools-unsupported": Scene(run={"excludeTools": ("bash",)}),
     },
-    "version": {"not-in-this-version": Scene(run={"publish": "agent"})},
     "provider": {
         "provider-unconfigured": Scene(run={"provider": "nobody"}),
         "model-unknown": Scene(no_models),
@@ -545,6 +610,12 @@ SCENES: dict[str, dict[str, Scene]] = {
     "gate image": {"gate-image-missing": Scene.cap(gate_image="other")},
     "caps, a look": CAP_SCENES,
     "session": {"sessions-dir-unset": Scene(run={"resume": True})},
+    "protection": {
+        "forge-out-of-reach": agents(url="http://forge.example"),
+        "forge-token-unavailable": agents(no=pidispatch.Rejected("no", 401)),
+        "repository-unavailable": agents(no=pidispatch.Rejected("no", 404)),
+        "unprotected-branch": agents(is_protected=False),
+    },
     "token": {"forge-token-unavailable": Scene(no_token)},
     "box": {},
     "workspace": {
@@ -972,11 +1043,11 @@ def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
         "image",
         "forges",
         "capabilities",
-        "version",
         "provider",
         "gate image",
         "caps, a look",
         "session",
+        "protection",
         "token",
         "box",
         "workspace",
@@ -1019,6 +1090,120 @@ def test_a_captured_log_is_private_capped_and_says_that_it_was_cut(
     assert path.name == f"{pidispatch.container_name(run.id)}.log"
     assert path.read_bytes() == b"[earlier lines were cut]\ne\nline\n"
     assert path.stat().st_mode & 0o077 == 0
+
+
+def agent(bench: Bench, monkeypatch: pytest.MonkeyPatch, *faults: str) -> None:
+    """The bench for publish: agent, with what a look at the forge will find."""
+    bench.engine.images["pi-job:latest"] = image(forges="github")
+    link = pidispatch.Request(12, "https://forge.example/octo/spoon/pull/12", "Bend")
+    found = pidispatch.Published("c" * 40, link, faults)
+    monkeypatch.setattr(pidispatch, "review_agent", lambda *args: found)
+
+
+def test_an_agents_job_gets_the_token_and_the_forges_hosts_and_no_others_do(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent(bench, monkeypatch)
+    bench.engine.exits += [OK, OK]
+    specs: list[pidispatch.BoxSpec] = []
+    opened = bench.engine.open
+    monkeypatch.setattr(
+        bench.engine, "open", lambda spec: specs.append(spec) or opened(spec)
+    )
+    bench.run(publish="agent")
+    bench.clock.pass_(3_600)
+    bench.run()
+    theirs, plain = specs
+    hosts = ["forge.example", "api.forge.example"]
+    assert json.loads(theirs.gate_line)["allow"] == hosts
+    assert json.loads(plain.gate_line)["allow"] == []
+    assert theirs.environment["https_proxy"] == theirs.environment["HTTPS_PROXY"]
+    assert "https_proxy" not in plain.environment
+    files = [json.loads(each["job.json"]) for each in bench.engine.inputs]
+    assert files[0]["forge"] == {
+        "url": "https://forge.example/octo/spoon.git",
+        "environment": {
+            "PI_GIT_USERNAME": "x",
+            "PI_GIT_PASSWORD": "y-token",
+            "FORGE_TOKEN": "y-token",
+        },
+    }
+    assert "forge" not in files[1]
+    for spec in specs:
+        assert "y-token" not in json.dumps(dict(spec.environment))
+        assert b"y-token" not in spec.gate_line
+
+
+def test_a_protection_that_cannot_be_told_is_asked_again(bench: Bench) -> None:
+    bench.engine.images["pi-job:latest"] = image(forges="github")
+    bench.forge.is_protected = None
+    [run] = bench.run(publish="agent")
+    assert (run.state, bench.forge.asked) == ("queued", 0)
+    bench.forge.is_protected = True
+    bench.clock.pass_(61)
+    bench.engine.exits.append(OK)
+    bench.work()
+    assert bench.forge.asked == 1
+
+
+def test_what_an_agent_left_undone_is_recorded_and_told_once_and_never_twice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent(bench, monkeypatch, "not-pushed", "request-missing")
+    bench.engine.exits.append(OK)
+    [run] = bench.run(publish="agent")
+    assert (run.state, run.reason) == ("completed", "not-pushed")
+    assert run.request
+    [(_, text)] = bench.forge.comments
+    assert f"pidispatch publish {run.id} --to BRANCH" in text
+    assert "no pull request was opened" in text
+    assert bench.store.own_tips(job_of(bench, run.id)) == {"c" * 40}
+
+
+def test_a_finished_agents_run_gets_no_comment_of_ours(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent(bench, monkeypatch)
+    bench.engine.exits.append(OK)
+    [run] = bench.run(publish="agent")
+    assert (run.state, run.reason) == ("completed", None)
+    assert bench.forge.comments == []
+
+
+def test_an_agents_token_is_in_no_text_or_log_that_is_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """T46: raw, URL-encoded and as basic credentials."""
+    token = bench.forge.token = "s3cret/t+ken value"
+    spelt = list(pidispatch.spellings_of(token))
+    agent(bench, monkeypatch, "not-pushed")
+    bench.change(capture_logs=True)
+    said = " ".join(spelt)
+    monkeypatch.setattr(FakeBox, "log", lambda self: said.encode() + b" \xff")
+    bench.engine.exits.append(msgspec.structs.replace(OK, comment=said))
+    formatter = pidispatch.LogFormat(pidispatch.Redactor([]), plain=False)
+    lines: list[str] = []
+
+    def start(self: FakeBox, inputs: object) -> None:
+        pidispatch.log_event("test", error=said)
+        lines.append(formatter.format(caplog.records[-1]))
+
+    monkeypatch.setattr(FakeBox, "start", start)
+    with caplog.at_level("INFO", "pidispatch"):
+        bench.run(publish="agent")
+    state = bench.dispatcher.settings.state_dir
+    kept = [path.read_bytes() for path in state.rglob("*") if path.is_file()]
+    [(_, comment)] = bench.forge.comments
+    for spelling in spelt:
+        assert spelling not in comment
+        assert spelling not in lines[0]
+        assert not any(spelling.encode() in content for content in kept)
+    assert pidispatch.without_live_secrets(said) == said, "forgotten with the job"
+
+
+def job_of(bench: Bench, job: str) -> pidispatch.Job:
+    outside = pidispatch.Outside(bench.store.path)
+    return outside.kept(job)[0]
 
 
 def test_every_reason_that_is_written_stands_in_the_vocabulary() -> None:

@@ -860,6 +860,49 @@ def test_gh_gives_its_token_for_the_host_and_is_not_run_each_time(
     assert calls == "auth token --hostname git.corp\n"
 
 
+# -- publish: agent -----------------------------------------------------------
+
+
+def test_only_what_refuses_a_direct_push_protects_a_branch(
+    fake: demo.FakeGitHub,
+) -> None:
+    """`protected` is true for any ruleset, also one about branch names alone."""
+    forge, repo = client(fake), fake.repos["octo/lamp"]
+    assert not forge.protected("octo/lamp", "main")
+    repo.rules.append("branch_name_pattern")
+    assert not forge.protected("octo/lamp", "main")
+    repo.protect("main", by="ruleset")
+    assert forge.protected("octo/lamp", "main")
+    repo.unprotect("main")
+    repo.protect("main")
+    assert forge.protected("octo/lamp", "main")
+    repo.rules.clear()
+    assert forge.protected("octo/lamp", "main")
+
+
+@pytest.mark.parametrize("status", [403, 404, 500, 429])
+def test_a_protection_that_the_api_does_not_tell_is_infrastructure(
+    fake: demo.FakeGitHub, status: int
+) -> None:
+    for path in ("/rules/branches/", "/branches/main$"):
+        fake.fail_next("GET", path, status=status)
+        with pytest.raises(InfraError):
+            client(fake).protected("octo/lamp", "main")
+
+
+def test_a_box_is_given_the_token_by_the_names_that_gh_reads() -> None:
+    plain = github(github_pat="t0ken").agent_environment("octo/lamp")
+    assert plain["GH_TOKEN"] == plain[pidispatch.GIT_PASSWORD] == "t0ken"
+    assert "GH_HOST" not in plain
+    api = "https://git.corp:8443/api/v3"
+    server = github(github_pat="t0ken", github_api_url=api)
+    found = server.agent_environment("octo/lamp")
+    assert found["GH_HOST"] == "git.corp:8443"
+    assert found["GH_ENTERPRISE_TOKEN"] == "t0ken"
+    with pytest.raises(Refused):
+        github().agent_environment("octo/lamp")
+
+
 @pytest.mark.parametrize("script", ["exit 1", "true", None])
 def test_a_gh_that_is_absent_or_logged_out_is_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
@@ -937,6 +980,19 @@ def test_an_app_mints_a_token_for_one_repository(
     assert [t.repositories for t in app[0].data.minted] == [
         frozenset({"octo/lamp"})
     ] * 2
+
+
+def test_an_apps_token_for_a_box_may_do_the_least_in_one_repository(
+    app: tuple[demo.FakeGitHub, Now], pem: tuple[Path, str]
+) -> None:
+    forge = app_client(app, pem[0])
+    found = forge.agent_environment("octo/lamp")
+    [made] = app[0].data.minted
+    assert found["GH_TOKEN"] == found[pidispatch.GIT_PASSWORD] == made.value
+    assert made.repositories == {"octo/lamp"}
+    write = dict.fromkeys(("contents", "issues", "pull_requests"), "write")
+    assert made.permissions == {**write, "metadata": "read"}
+    assert forge.agent_environment("octo/lamp") != found, "each job has its own"
 
 
 def test_our_own_calls_reuse_an_apps_token_until_it_is_nearly_over(

@@ -9,6 +9,8 @@ from pathlib import Path
 import jinja2
 import pytest
 
+import pidispatch
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "image" / "Dockerfile").read_text()
 
@@ -67,3 +69,8 @@ def test_the_offline_base_is_a_shell_script_without_faults() -> None:
     script = ROOT / "image" / "offline-base.sh"
     assert script.stat().st_mode & 0o111
     subprocess.run(["sh", "-n", script], check=True)
+
+
+def test_the_dockerfile_installs_every_cli_that_build_image_offers() -> None:
+    for kind, package in pidispatch.CLI_PACKAGES.items():
+        assert f'{kind}) set -- "$@" {package} ;;' in DOCKERFILE

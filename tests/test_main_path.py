@@ -94,8 +94,9 @@ def test_one_real_delivery_makes_two_boxes_two_branches_and_two_requests(
     guid = str(uuid.uuid4())
     since = time.time()
     made, n = label_once(boxed, payloads, guid)
-    prefix = pidispatch.FORGES[boxed.forge.kind].prefix
-    jobs = [f"{prefix}{guid}-r1", f"{prefix}{guid}-r2"]
+    delivery = boxed.forge.delivery_id(guid)
+    set_ = pidispatch.set_id(boxed.forge.kind, delivery)
+    jobs = [f"{set_}-r1", f"{set_}-r2"]
     assert made == jobs
 
     both = boxed.wait_for(lambda: len(c := boxed.containers()) == 2 and c)

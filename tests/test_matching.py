@@ -773,7 +773,7 @@ def test_a_phrase_is_taken_literally(phrase: str, text: str, fires: bool) -> Non
     ],
 )
 def test_azures_work_items_are_read_as_html(text: str, flow: str | None) -> None:
-    assert flow_of(text, forge="azure", action="commented") == flow
+    assert flow_of(text, forge="azure", action="commented", markup="html") == flow
 
 
 def test_azures_request_comments_are_read_as_markdown() -> None:

@@ -317,3 +317,10 @@ def test_an_hour_of_looking_holds_no_reader_open(here: World) -> None:
         busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     assert busy == 0, "no reader keeps the log from being emptied"
     assert wal.stat().st_size == 0
+
+
+def test_a_rules_page_says_what_an_agent_that_publishes_gives_up(here: World) -> None:
+    here.change(publish="agent")
+    page = panel_of(here).get("/triggers/0")
+    assert "puts the forge token into the box" in page
+    assert "without a GitHub App all replicas hold one operator token" in page

@@ -53,6 +53,14 @@ EVENTS: dict[str, dict[str, dict[str, Any]]] = {
         "issue": {"forge": "forgejo", "action": "label_updated"},
         "request": {"forge": "forgejo"},
     },
+    "azure": {
+        "issue": {"forge": "azure", "name": "workitem", "repo": "My Project/lamp"},
+        "request": {
+            "forge": "azure",
+            "name": "ms.vss-code.git-pullrequest-comment-event",
+            "repo": "My Project/lamp",
+        },
+    },
 }
 
 
@@ -162,6 +170,25 @@ def test_each_forge_has_its_own_nouns(
     text = pidispatch.prompt_text(job, "host")
     assert f"{item} number 7" in text
     assert f"as one {request_noun}" in text
+
+
+@pytest.mark.parametrize("kind", ["github", "gitlab", "forgejo", "azure"])
+def test_an_agent_that_publishes_is_told_its_branch_its_lease_and_its_tool(
+    maker: Maker, kind: str
+) -> None:
+    """T48: fetch, then a lease on its own branch and no other."""
+    job = msgspec.structs.replace(job_of(maker, 2), kind=kind)
+    text = pidispatch.prompt_text(job, "agent")
+    push = "git push --force-with-lease=pi/issue-7-r2:<the commit fetched, or nothing>"
+    assert f"{push} origin pi/issue-7-r2" in text
+    assert f"`{pidispatch.FORGES[kind].cli}` and git find" in text
+    assert 'starts with "[r2/3] "' in text
+    job = msgspec.structs.replace(job_of(maker, 2, **REQUEST), kind=kind)
+    text = pidispatch.prompt_text(job, "agent")
+    assert 'Say "replica 2 of 3"' in text
+    assert "do not overwrite them, report it" in text
+    assert "[r2/3]" not in text
+    assert "pi/issue" not in text
 
 
 def test_forgejo_agents_are_told_that_the_list_shows_siblings(maker: Maker) -> None:

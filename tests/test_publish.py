@@ -346,6 +346,7 @@ def make_job(
     delivery: str = "d1",
     kind: pd.ForgeKind = "github",
     head: str | None = None,
+    head_ref: str | None = None,
 ) -> pd.Job:
     return pd.Job(
         id=pd.job_id(kind, delivery, replica),
@@ -360,6 +361,7 @@ def make_job(
             event="issues", delivery=delivery, sender="1", index=0, type="label", by="x"
         ),
         head=head,
+        head_ref=head_ref,
         replica=replica,
         replicas=replicas,
     )
@@ -604,6 +606,30 @@ def test_a_request_whose_ref_is_gone_is_sha_gone(bench: Bench) -> None:
 
 def test_an_azure_request_is_found_by_the_events_commit(bench: Bench) -> None:
     head = request_of(bench)
+    job = make_job(target="pull_request", kind="azure", head=head)
+    assert bench.prepare(job).request_sha == head
+
+
+def test_a_request_without_a_ref_of_its_own_is_read_at_its_source_branch(
+    bench: Bench,
+) -> None:
+    old = request_of(bench)
+    point(bench.origin, "refs/heads/topic", commit(bench.origin, [old], {"n": "1"}))
+    ref = "refs/heads/topic"
+    job = make_job(target="pull_request", kind="azure", head=old, head_ref=ref)
+    tip = run_git("rev-parse", ref, at=bench.origin).strip()
+    assert bench.prepare(job).request_sha == tip
+    run_git("update-ref", "-d", ref, at=bench.origin)
+    with pytest.raises(pd.Refused) as caught:
+        bench.prepare(job)
+    assert caught.value.reason == "sha-gone"
+
+
+def test_a_forks_commit_is_reached_by_the_requests_merge(bench: Bench) -> None:
+    """Where the forge gives no commit by its bare id."""
+    run_git("config", "uploadpack.allowAnySHA1InWant", "false", at=bench.origin)
+    head = commit(bench.origin, [], {"fork": "1"})
+    point(bench.origin, "refs/pull/7/merge", commit(bench.origin, [head], {"m": "1"}))
     job = make_job(target="pull_request", kind="azure", head=head)
     assert bench.prepare(job).request_sha == head
 
@@ -2105,3 +2131,134 @@ def test_no_text_keeps_a_hidden_marker(text: str) -> None:
     cleaned = pd.clean_text(text + "<!-- pidispatch:gh-x:result -->" + text)
     assert "<!-- pidispatch:" not in cleaned
     assert cleaned.rfind("<!--") <= cleaned.rfind("-->")
+
+
+# -----------------------------------------------------------------------------
+# What an agent that publishes for itself left on the forge
+# -----------------------------------------------------------------------------
+
+
+def pushed(bench: Bench, work: pd.Work, *refs: str) -> pd.Work:
+    """The box's result, put on refs of the forge as its agent would have."""
+    assert work.bundle
+    path = work.bundle.with_suffix("")
+    run_git("push", "-q", str(bench.origin), *(f"+{r}" for r in refs), at=path)
+    return work
+
+
+RESULT = f"{pd.RESULT_REF}:refs/heads"
+
+
+def review(bench: Bench, job: pd.Job, work: pd.Work) -> pd.Published:
+    before = run_git("for-each-ref", at=bench.origin)
+    found = pd.review_agent(bench.forge, bench.mirrors, job, work)
+    assert run_git("for-each-ref", at=bench.origin) == before, "the host pushes nothing"
+    assert len(bench.forge.comments) == 0
+    return found
+
+
+def test_an_agents_branch_and_request_are_found_and_the_marker_is_put_right(
+    bench: Bench,
+) -> None:
+    job = make_job(2, 3)
+    work = pushed(bench, bench.work(job), f"{RESULT}/pi/issue-7-r2")
+    bench.forge.open_request("o/r", "pi/issue-7-r2", "main", "[r1/3] A fix", "")
+    bench.forge.open_request("o/r", "pi/issue-7-r1", "main", "[r1/3] Its", "")
+    found = review(bench, job, work)
+    assert found.request
+    assert found.request.title == "[r2/3] A fix"
+    assert bench.forge.titles == ["[r2/3] A fix", "[r1/3] Its"]
+    assert found.tip == bench.tip("pi/issue-7-r2")
+    assert found.faults == ()
+    assert pd.tell_faults(bench.forge, job, work, found) is None
+    assert bench.forge.comments == []
+
+
+def test_work_that_an_agent_did_not_push_is_reported_and_kept(bench: Bench) -> None:
+    job = make_job()
+    work = bench.work(job)
+    found = review(bench, job, work)
+    assert (found.faults, found.tip, found.request) == (("not-pushed",), None, None)
+    assert pd.tell_faults(bench.forge, job, work, found) == "not-pushed"
+    pd.tell_faults(bench.forge, job, work, found)
+    [text] = bench.forge.comments
+    assert "`pidispatch publish gh-d1 --to BRANCH`" in text
+    assert "Done." in text, "what the agent wanted to say"
+
+
+def test_a_pushed_branch_without_a_request_is_reported(bench: Bench) -> None:
+    job = make_job()
+    work = pushed(bench, bench.work(job), f"{RESULT}/pi/issue-7")
+    assert review(bench, job, work).faults == ("request-missing",)
+
+
+def test_a_branch_that_somebody_moved_on_still_has_the_work(bench: Bench) -> None:
+    """A commit on top that the host never saw is fetched to tell."""
+    job = make_job()
+    work = pushed(bench, bench.work(job), f"{RESULT}/pi/issue-7")
+    more = commit(bench.origin, [str(bench.tip("pi/issue-7"))], {"more": "1"})
+    point(bench.origin, "refs/heads/pi/issue-7", more)
+    bench.forge.open_request("o/r", "pi/issue-7", "main", "A fix", "")
+    found = review(bench, job, work)
+    assert (found.faults, found.tip) == ((), None), "the tip is not ours to replace"
+
+
+@pytest.mark.parametrize("ref", ["refs/heads/pi/issue-7-r1", "refs/tags/v1"])
+def test_a_push_to_another_branch_or_tag_is_reported(bench: Bench, ref: str) -> None:
+    job = make_job(2, 3)
+    prepared = bench.prepare(job)
+    box = bench.box(job, prepared)
+    first = commit(box.path, [prepared.base], {"a": "1"})
+    tip = commit(box.path, [first], {"b": "1"})
+    work = pd.Work(box.bundle(tip), None, None, prepared.base, None, "main", 2)
+    pushed(bench, work, f"{RESULT}/pi/issue-7-r2", f"{first}:{ref}")
+    bench.forge.open_request("o/r", "pi/issue-7-r2", "main", "[r2/3] A fix", "")
+    found = review(bench, job, work)
+    assert found.faults == ("pushed-elsewhere",)
+    assert pd.tell_faults(bench.forge, job, work, found) == "pushed-elsewhere"
+    assert "another branch or tag than `pi/issue-7-r2`" in bench.forge.comments[0]
+
+
+def test_nothing_done_is_no_fault(bench: Bench) -> None:
+    job = make_job()
+    nothing = pd.Work(None, None, None, bench.prepare(job).base, None, "main", 0)
+    assert review(bench, job, nothing).faults == ()
+
+
+@pytest.mark.parametrize("kind", ["github", "azure"])
+def test_on_a_request_the_work_belongs_on_its_head(
+    bench: Bench, kind: pd.ForgeKind
+) -> None:
+    """Azure has no ref of a request's head: there any branch will do."""
+    head = commit(bench.origin, [str(bench.tip("main"))], {"topic": "1"})
+    point(bench.origin, "refs/heads/topic", head)
+    point(bench.origin, "refs/pull/7/head", head)
+    job = make_job(1, 2, target="pull_request", kind=kind, head=head)
+    prepared = bench.prepare(job)
+    box = bench.box(job, prepared)
+    tip = commit(box.path, [head], {"fix": "1"})
+    work = pd.Work(
+        box.bundle(tip), None, None, prepared.base, None, "main", 1, request_sha=head
+    )
+    found = review(bench, job, work)
+    assert found.faults == ("not-pushed",)
+    assert found.request is None
+    pushed(bench, work, f"{RESULT}/topic")
+    point(bench.origin, "refs/pull/7/head", tip)
+    assert review(bench, job, work).faults == ()
+    pd.tell_faults(bench.forge, job, work, found)
+    assert bench.forge.comments[0].startswith("Replica 1 of 2.")
+    assert "head of this pull request" in bench.forge.comments[0]
+    assert bench.forge.titles == []
+
+
+def test_a_result_that_cannot_be_read_loses_no_request(bench: Bench) -> None:
+    job = make_job(1, 2)
+    work = pushed(bench, bench.work(job), f"{RESULT}/pi/issue-7-r1")
+    assert work.bundle
+    work.bundle.write_bytes(b"#!/bin/sh\n")
+    bench.forge.open_request("o/r", "pi/issue-7-r1", "main", "A fix", "")
+    found = review(bench, job, work)
+    assert found.request
+    assert found.request.title == "[r1/2] A fix"
+    assert pd.tell_faults(bench.forge, job, work, found) == "bundle-refused"

@@ -1178,6 +1178,67 @@ def test_an_amended_base_is_one_commit_on_the_base(box: Box) -> None:
     assert "did not descend" in result.message
 
 
+def on_forge(box: Box, url: str = "https://forge.example:8443/o/r.git") -> None:
+    environment = {"PI_GIT_USERNAME": "x-access-token", "PI_GIT_PASSWORD": "t0k%en"}
+    environment |= {"GH_TOKEN": "t0k%en", "GH_HOST": "forge.example:8443"}
+    box.settings["publish"] = "agent"
+    box.settings["forge"] = {"url": url, "environment": environment}
+
+
+FILL = """ask() {{ printf 'protocol=https\nhost=%s\n\n' $1 | git credential fill; }}
+ask forge.example:8443 > {0}/ours; ask elsewhere.example > {0}/theirs 2>&1 || true"""
+
+
+def test_an_agents_git_finds_the_credential_for_the_forge_and_for_no_other_host(
+    box: Box,
+) -> None:
+    on_forge(box)
+    box.script(sh(FILL.format(box.path)), sh(LEFT), DONE)
+    ended = box.run()
+    assert ended.code == 0
+    ours = (box.path / "ours").read_text()
+    assert "username=x-access-token\npassword=t0k%en\n" in ours
+    assert "password" not in (box.path / "theirs").read_text()
+    remotes = git("remote", "-v", cwd=box.workspace).split("\n")
+    assert all("https://forge.example:8443/o/r.git (" in line for line in remotes)
+    seen = box.seen()["env"]
+    assert (seen["GH_TOKEN"], seen["GIT_TERMINAL_PROMPT"]) == ("t0k%en", "0")
+    places = [*(box.workspace / ".git").rglob("*"), *box.home.rglob("*")]
+    for path in places:
+        assert not path.is_file() or b"t0k%en" not in path.read_bytes(), path
+    assert "t0k%en" not in json.dumps(box.seen()["argv"])
+
+
+def test_the_runner_never_says_the_forges_token(box: Box) -> None:
+    on_forge(box)
+    box.script({"turn": "error", "errorMessage": "400 the t0k%en t0k%en"}, DONE)
+    assert "t0k%en" not in box.run().raw
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("forge", None),
+        ("forge.url", "https://user:secret@forge.example/o/r.git"),
+        ("forge.url", "ext::sh -c x"),
+        ("forge.environment", {"PI_GIT_USERNAME": "x"}),
+        ("forge.environment", {"PI_GIT_USERNAME": "x", "PI_GIT_PASSWORD": "a\nb"}),
+    ],
+)
+def test_a_job_that_publishes_itself_must_know_where_and_as_whom(
+    box: Box, field: str, value: Any
+) -> None:
+    on_forge(box)
+    outer, _, inner = field.partition(".")
+    if inner:
+        box.settings[outer][inner] = value
+    else:
+        box.settings[outer] = value
+    ended = box.run()
+    assert (ended.code, ended.exit["reason"]) == (2, "runner-policy")
+    assert not box.started()
+
+
 def test_a_rebuilt_repository_is_one_commit_on_the_base(box: Box) -> None:
     again = "rm -rf .git && git init -q && git add -A && git commit -q -m Again"
     box.script(sh(LEFT), sh(again), DONE)

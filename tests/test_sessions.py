@@ -424,7 +424,7 @@ def test_a_box_that_leaves_no_transcript_is_a_completed_run_that_says_so(
 
 def test_what_the_box_was_told_in_secret_is_not_kept(resuming: Bench) -> None:
     """T46: the job's token, should the agent have printed it."""
-    told = message("e", "d", "toolResult", "token forge-secret")
+    told = message("e", "d", "toolResult", "token y-token")
     resuming.engine.transcript = jsonl(HEAD, *SPOKEN, told)
     again(resuming)
     [path] = (resuming.dispatcher.settings.sessions_dir or Path()).glob("*/*.jsonl")

@@ -201,16 +201,56 @@ def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
     text = pidispatch.rule_detail(rule(COMMENT, replicas=2, publish="agent"))
     assert "all replicas share one head branch" in text
     assert "puts the forge token into the box" in text
-    assert "one operator token" not in text
+    assert "without a GitHub App all replicas hold one operator token" in text
     gitlab = rule(COMMENT, kind="gitlab", replicas=2, publish="agent")
-    assert "one operator token" in pidispatch.rule_detail(gitlab)
+    shown = pidispatch.rule_detail(gitlab)
+    assert "note: all replicas hold one operator token" in shown
+    assert "GitHub App" not in shown
+    host = pidispatch.rule_detail(rule(COMMENT, kind="gitlab", replicas=2))
+    assert "token into the box" not in host
+    assert "operator token" not in host
+
+
+def test_a_rule_that_says_nothing_is_shown_as_the_setting_makes_it() -> None:
+    agent = pidispatch.Settings(publish="agent")
+    words = "puts the forge token into the box"
+    shown = pidispatch.in_force(rule(LABEL), agent)
+    assert words in pidispatch.rule_detail(shown)
+    for own in (rule(LABEL, publish="host"), rule(LABEL, kind="local")):
+        assert words not in pidispatch.rule_detail(pidispatch.in_force(own, agent))
+    plain = pidispatch.in_force(rule(LABEL), pidispatch.Settings())
+    assert words not in pidispatch.rule_detail(plain)
+
+
+class _Images:
+    """An engine that has one image."""
+
+    def __init__(self, **labels: str) -> None:
+        self.settings = pidispatch.Settings()
+        labels = {pidispatch.LABEL + name: text for name, text in labels.items()}
+        self.made = pidispatch.Image("pi-job:latest", "sha256:1", labels, 1001, 1001)
+
+    def image(self, tag: str) -> pidispatch.Image:
+        return self.made
+
+
+@pytest.mark.parametrize(
+    ("forges", "state"), [(None, "fail"), ("gitlab", "fail"), ("github", "warn")]
+)
+def test_the_doctor_says_when_an_agent_would_have_no_cli(
+    forges: str | None, state: str
+) -> None:
+    engine = _Images(capabilities="gate", **({"forges": forges} if forges else {}))
+    checks: list[pidispatch.Check] = []
+    rules = [rule(LABEL, publish="agent"), rule(LABEL)]
+    pidispatch._check_images(engine, rules, checks)  # type: ignore[arg-type]
+    [found] = [check for check in checks if "publish: agent" in check.found]
+    assert found.state == state
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (rule(LABEL, publish="agent"), "publish: agent is refused"),
-        (rule(LABEL, kind="azure", repository="r"), pidispatch._ONLY),
         (
             rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local"),
             "cron rules do not fire",

@@ -79,7 +79,12 @@ class World:
             if "on" in rule
             else {
                 "on": {"type": "label", "any": ["pi:urgent"]},
-                "run": {"kind": self.forge.kind, "flow": "fix-issue", **rule},
+                "run": {
+                    "kind": self.forge.kind,
+                    "flow": "fix-issue",
+                    **self.forge.run_fields,
+                    **rule,
+                },
             }
             for rule in rules
         ]
@@ -147,13 +152,14 @@ class World:
         )
         status, answer = self.send(*delivery)
         if (status, answer["status"]) == (202, "pending"):
-            return self.wait_for(lambda: self.jobs_of(guid))
+            return self.wait_for(lambda: self.jobs_of(str(guid)))
         assert (status, answer["status"]) == (202, "queued"), answer
         return list(answer["jobs"])
 
     def jobs_of(self, guid: str) -> list[str]:
         """The ids of the jobs that a delivery became, in their order."""
-        return sorted(row.id for row in self.store.runs(100) if guid in row.id)
+        made = pidispatch.set_id(self.forge.kind, self.forge.delivery_id(guid))
+        return sorted(r.id for r in self.store.runs(100) if r.id.startswith(made))
 
     # -- ends ----------------------------------------------------------------
 
@@ -245,19 +251,33 @@ DIALECTS: dict[str, tuple[type[demo.FakeForge], Callable[[str], dict[str, Any]]]
             "forgejo_url": url,
         },
     ),
+    "azure": (
+        demo.FakeAzure,
+        lambda url: {
+            "azure_webhook_secret": (SECRET,),
+            "azure_token": TOKEN,
+            "azure_org_url": f"{url}/fabrikam",
+        },
+    ),
 }
 
 
 @contextlib.contextmanager
 def world(
-    root: Path, docker: Any = None, clock: Any = time.time, kind: str = "github"
+    root: Path,
+    docker: Any = None,
+    clock: Any = time.time,
+    kind: str = "github",
+    serve: Any = None,
 ) -> Iterator[World]:
-    """A world of one forge; with `docker` (a low-level client) on the real engine."""
+    """A world of one forge; with `docker` (a low-level client) on the real engine.
+
+    `serve` makes the fake from its dialect and tokens otherwise than by default."""
     dialect, settings_of = DIALECTS[kind]
     with contextlib.ExitStack() as stack:
-        forge = stack.enter_context(
-            dialect([demo.Token(TOKEN, "operator", name="operator")])
-        )
+        tokens = [demo.Token(TOKEN, "operator", name="operator")]
+        made_forge = serve(dialect, tokens) if serve else dialect(tokens)
+        forge = stack.enter_context(made_forge)
         host = bridge_address(docker) if docker else "127.0.0.1"
         model = stack.enter_context(demo.FakeModel(solve(), key=KEY, host=host))
         repo = forge.create_repo(

@@ -38,7 +38,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path, PurePosixPath
 from typing import (
     IO,
@@ -2285,8 +2292,12 @@ def _refuse_twins(
             first[name] = entry.place.path
 
 
-def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
+def load_triggers(
+    text: bytes, source: str, providers: Collection[str] | None = None
+) -> tuple[Rule, ...]:
     """Validate a whole triggers file; raises `Faults` naming every fault.
+
+    `providers` are those that replicaModels may name; None: any.
 
     A fault reads `triggers[3].run.replicas: 4 must be …`: the field's path
     with the rule's index, its value as JSON, why it is refused, what to do.
@@ -2295,6 +2306,8 @@ def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
     faults: list[str] = []
     root = _Place("", _parse(text, faults), faults, _unknown_of_rule)
     entries = _entries(root) if root.value is not msgspec.UNSET else []
+    if providers is not None:
+        _refuse_strangers(entries, providers)
     if faults:
         raise Faults(source, faults)
     return tuple(
@@ -2303,17 +2316,30 @@ def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
     )
 
 
+def _refuse_strangers(entries: Sequence[_Entry], providers: Collection[str]) -> None:
+    """A set that lacks a model would be paid for and could not be compared."""
+    for entry in entries:
+        for i, model in enumerate(entry.run.get("replicaModels", ())):
+            if model.partition("/")[0] not in providers:
+                entry.place.at("run", "replicaModels", i).refuse(
+                    f"names no provider that is known: {', '.join(sorted(providers))};"
+                    " describe another in PI_PROVIDERS_FILE"
+                )
+
+
 _NO_RULES_FIX = "name another file, or let `pidispatch init` write an example"
 
 
-def read_triggers(path: Path) -> tuple[Rule, ...]:
+def read_triggers(
+    path: Path, providers: Collection[str] | None = None
+) -> tuple[Rule, ...]:
     """`load_triggers` of a file; one that cannot be read is a fault as well."""
     try:
         text = path.read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise Faults(str(path), [f"cannot be read: {why}"], _NO_RULES_FIX) from error
-    return load_triggers(text, str(path))
+    return load_triggers(text, str(path), providers)
 
 
 def triggers_schema() -> dict[str, Any]:
@@ -11618,12 +11644,18 @@ class WatchedFile(Generic[T]):
 
 
 class TriggersFile(WatchedFile[tuple[Rule, ...]]):
-    """The rules in force. One that names a forge that is not served is a fault."""
+    """The rules in force. One that names a forge that is not served is a fault, and
+    so is a replica's model of a provider that is not among `providers`."""
 
     name = "triggers"
 
-    def __init__(self, path: Path, served: Iterable[str]) -> None:
-        self.served = frozenset(served)
+    def __init__(
+        self,
+        path: Path,
+        served: Iterable[str],
+        providers: Collection[str] | None = None,
+    ) -> None:
+        self.served, self.providers = frozenset(served), providers
         super().__init__(path)
 
     @property
@@ -11631,7 +11663,7 @@ class TriggersFile(WatchedFile[tuple[Rule, ...]]):
         return self.value
 
     def parse(self, content: bytes, source: str) -> tuple[Rule, ...]:
-        rules = load_triggers(content, source)
+        rules = load_triggers(content, source, self.providers)
         faults = [
             f"triggers[{rule.index}].run.kind: {json.dumps(rule.run.kind)} is not "
             f"served: set {FORGES[rule.run.kind].secret_variable}"
@@ -12916,6 +12948,14 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
         "they push (open question)",
     ),
     (
+        lambda rule: (
+            rule.run.replicas is not None
+            and rule.on.type in ("pull_request", "comment")
+            and rule.run.publish != "agent"
+        ),
+        "on a request no replica pushes anything: each leaves a comment of its own",
+    ),
+    (
         lambda rule: rule.run.publish == "agent",
         "publish: agent puts the forge token into the box: whatever runs there may use "
         "it as far as the token and the forge's protection let it, and no quarantine "
@@ -13205,7 +13245,7 @@ def fault_checks(name: str, faults: Faults) -> list[Check]:
 def doctor(settings: Settings, triggers: Path) -> list[Check]:
     """Every check, in the order a newcomer would meet the faults."""
     checks: list[Check] = []
-    rules = _check_triggers(triggers, checks)
+    rules = _check_triggers(settings, triggers, checks)
     _check_replicas(settings, rules, checks)
     _check_caps(settings, checks)
     _check_limits(settings, rules, checks)
@@ -13221,9 +13261,11 @@ def doctor(settings: Settings, triggers: Path) -> list[Check]:
     return checks
 
 
-def _check_triggers(path: Path, checks: list[Check]) -> tuple[Rule, ...]:
+def _check_triggers(
+    settings: Settings, path: Path, checks: list[Check]
+) -> tuple[Rule, ...]:
     try:
-        rules = read_triggers(path)
+        rules = read_triggers(path, settings.providers)
     except Faults as faults:
         checks += fault_checks("triggers", faults)
         return ()
@@ -14106,7 +14148,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.forges = forges_of(settings, clock=clock)
-        self.triggers = TriggersFile(triggers, frozenset(self.forges))
+        self.triggers = TriggersFile(triggers, self.forges, settings.providers)
         self.limits = LimitsFile(settings)
         self.store = Store(settings.db, clock)
         self.engine = engine or DockerEngine(settings, self.store.instance())
@@ -14403,7 +14445,8 @@ def triggers() -> None:
 @json_option
 def triggers_list(file: Path | None, as_json: bool) -> None:
     """One line a rule, `[x2]` where it makes replicas."""
-    rules = read_triggers(triggers_path(load_settings(), file))
+    settings = load_settings()
+    rules = read_triggers(triggers_path(settings, file), settings.providers)
     emit(rules, lambda: rules_table(rules), as_json)
 
 
@@ -14415,7 +14458,7 @@ def triggers_show(index: int, file: Path | None, as_json: bool) -> None:
     """One rule, its multiplier and what it trusts."""
     settings = load_settings()
     path = triggers_path(settings, file)
-    rules = read_triggers(path)
+    rules = read_triggers(path, settings.providers)
     if not 0 <= index < len(rules):
         raise ConfigError(
             f"{path} has no trigger {index}", f"it has {len(rules)}, counted from 0"
@@ -14428,8 +14471,9 @@ def triggers_show(index: int, file: Path | None, as_json: bool) -> None:
 @file_argument
 def triggers_check(file: Path | None) -> None:
     """Validate the file without starting anything; exit 0 or 2."""
-    path = triggers_path(load_settings(), file)
-    rules = read_triggers(path)
+    settings = load_settings()
+    path = triggers_path(settings, file)
+    rules = read_triggers(path, settings.providers)
     click.echo(f"{plain_text(path)}: {len(rules)} rules, no fault")
 
 
@@ -14457,7 +14501,8 @@ def triggers_try(
     as_json: bool,
 ) -> None:
     """What would this delivery do, and why? No store and no API is touched."""
-    rules = read_triggers(triggers_path(load_settings(), file))
+    settings = load_settings()
+    rules = read_triggers(triggers_path(settings, file), settings.providers)
     trial = try_delivery(rules, forge, delivery, headers, event, secret)
     emit(trial, lambda: trial_text(trial), as_json)
 

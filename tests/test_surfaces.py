@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from conftest import FakeClock, Maker
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,6 +210,35 @@ def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
     host = pidispatch.rule_detail(rule(COMMENT, kind="gitlab", replicas=2))
     assert "token into the box" not in host
     assert "operator token" not in host
+
+
+def shown_by_command(tmp_path: Path, **run: Any) -> str:
+    """What `triggers show` prints of a comment rule."""
+    path = tmp_path / "triggers.json"
+    values = {"kind": "github", "flow": "review", **run}
+    path.write_text(json.dumps({"triggers": [{"on": COMMENT, "run": values}]}))
+    done = CliRunner().invoke(pidispatch.main, ["triggers", "show", "0", str(path)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("kind", ["github", "gitlab", "forgejo", "azure"])
+def test_showing_a_replicated_comment_rule_says_what_it_costs_and_risks(
+    kind: str, tmp_path: Path
+) -> None:
+    """The multiplier always; a request's hazard and the credential as they apply."""
+    more = {"repository": "spoon"} if kind == "azure" else {}
+    hazard, token = "all replicas share one head branch", "replicas hold one operator"
+    plain = shown_by_command(tmp_path, kind=kind, **more)
+    assert not any(text in plain for text in ("multiplier", hazard, token))
+    host = shown_by_command(tmp_path, kind=kind, replicas=2, **more)
+    assert "multiplier: [x2] each delivery makes 2 jobs" in host
+    assert "on a request no replica pushes anything" in host
+    assert hazard not in host and token not in host
+    agent = shown_by_command(tmp_path, kind=kind, replicas=3, publish="agent", **more)
+    assert "multiplier: [x3]" in agent and hazard in agent and token in agent
+    assert ("without a GitHub App" in agent) is (kind == "github")
+    assert "no replica pushes" not in agent
 
 
 def test_a_rule_that_says_nothing_is_shown_as_the_setting_makes_it() -> None:

@@ -14,6 +14,9 @@ os.environ.pop("LD_LIBRARY_PATH", None)
 if original is not None:
     os.environ["LD_LIBRARY_PATH"] = original
 
+# one file instead of six hundred, which every start would have to unpack
+sys.path.append(os.path.join(os.path.dirname(__file__), "tzdata.zip"))
+
 if sys.argv[1:2] == ["-I"]:
     sys.argv = sys.argv[2:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,6 +7,7 @@ other Python than itself.
 import os
 import runpy
 import sys
+from pathlib import Path
 
 # the loader's own library path is not for the programs that we start
 original = os.environ.pop("LD_LIBRARY_PATH_ORIG", None)
@@ -15,7 +16,7 @@ if original is not None:
     os.environ["LD_LIBRARY_PATH"] = original
 
 # one file instead of six hundred, which every start would have to unpack
-sys.path.append(os.path.join(os.path.dirname(__file__), "tzdata.zip"))
+sys.path.append(str(Path(__file__).with_name("tzdata.zip")))
 
 if sys.argv[1:2] == ["-I"]:
     sys.argv = sys.argv[2:]

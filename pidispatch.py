@@ -118,7 +118,7 @@ POLL_GAP = 3 * DAY
 MAX_BODY_BYTES = 25 * 1024 * 1024
 MAX_NUMBER = 2**53
 
-TargetType = Literal["issue", "pull_request"]
+TargetType = Literal["issue", "pull_request", "local"]
 ForgeKind = Literal["github", "gitlab", "forgejo", "azure"]
 #: What people make of a review request, and what an event may say of it.
 Picked = Literal["merged", "closed"]
@@ -228,7 +228,9 @@ FORGES: dict[str, ForgeRow] = {
 
 REVIEW_STATES = ("approved", "changes_requested", "commented")
 TOOLS = ("read", "bash", "edit", "write", "grep", "find", "ls")
-SHIPPED_FLOWS = ("fix-issue", "review")
+SHIPPED_FLOWS = ("fix-issue", "review", "task")
+#: The kind of a job that works in a folder of the operator's; it has no forge.
+LOCAL = "local"
 
 #: Why a delivery that was understood starts nothing (20-deliveries).
 DROP_REASONS = (
@@ -272,6 +274,7 @@ REFUSALS = (
     "over-budget",
     "soft-hold",
     "dirty-tree",
+    "folder-unusable",
     "local-needs-local-engine",
     "engine-not-isolating",
     "repository-unavailable",
@@ -313,6 +316,7 @@ END_REASONS = (
     "operator-cancel",
     "shutdown",
     "oom-killed",
+    "disk-low",
     "outbox-refused",
     "unexpected-exit",
     "lost",
@@ -823,7 +827,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "PI_LOG_RETENTION_DAYS", _integer(0), 30, "Days captured logs are kept."
     )
     on_failure: Path | None = _setting(
-        "PI_ON_FAILURE", _path, None, "Program called with job id, outcome, reason."
+        "PI_ON_FAILURE",
+        _path,
+        None,
+        "Program called with job id, outcome and reason of a run that did not "
+        "complete; 10 seconds, no shell, nothing of our environment but PATH and HOME.",
     )
     webhook_secret: tuple[str, ...] = _setting(
         "WEBHOOK_SECRET", _secrets, (), "GitHub's webhook secrets, comma separated."
@@ -1166,10 +1174,11 @@ def _digest(text: str, length: int = 32) -> str:
 def delivery_name(delivery: str) -> str:
     """The delivery id as it stands in names: itself when safe, else a hash.
 
-    An id that ends like a replica suffix is hashed too, so that `x-r1` and
-    replica 1 of `x` can never share a name.
+    An id that ends like a suffix of ours is hashed too, so that `x-r1` and
+    replica 1 of `x`, or `x-again1` and a replay of `x`, never share a name.
     """
-    if _SAFE_ID.fullmatch(delivery) and not re.search(r"-r[0-9]+$", delivery):
+    suffixed = re.search(r"-(?:r|again)[0-9]+$", delivery)
+    if _SAFE_ID.fullmatch(delivery) and not suffixed:
         return delivery
     return "h" + _digest(delivery)
 
@@ -1192,8 +1201,23 @@ def job_id(kind: str, delivery: str, replica: int | None = None) -> str:
     return set_id(kind, delivery) + (f"-{suffix}" if suffix else "")
 
 
+def again_id(job: str, k: int) -> str:
+    """The id of a job's k-th replay; a replay's own replays count on."""
+    return f"{re.sub(r'-again[0-9]+$', '', job)}-again{k}"
+
+
+def local_id(folder: Path, flow: str, task: str, minute: int) -> str:
+    """One run of a folder; the same words in the same minute are the same run."""
+    return "local-" + _digest("\0".join((str(folder), flow, task, str(minute))), 16)
+
+
 def target_name(kind: str, repo: str, target_type: str, number: int) -> str:
-    """`owner/repo#7`; `!` where requests are numbered apart from issues."""
+    """`owner/repo#7`; `!` where requests are numbered apart from issues.
+
+    A local job's is `local:<name of the folder>`.
+    """
+    if kind == LOCAL:
+        return f"{LOCAL}:{repo}"
     request = target_type == "pull_request"
     separator = FORGES[kind].request_separator if request else "#"
     return f"{repo}{separator}{number}"
@@ -1642,7 +1666,7 @@ def _phrase_fault(phrase: str) -> str | None:
     return None
 
 
-def _folder_fault(folder: str) -> str | None:
+def folder_fault(folder: str) -> str | None:
     """Why a folder is not the top of a git work tree (its `.git` decides)."""
     path = Path(folder)
     if not path.is_absolute():
@@ -1779,7 +1803,7 @@ _RUN: dict[str, _Row] = {
         "must be a repository's name, without '/' and without spaces around it",
     ),
     "folder": _Row(
-        _Text, "must be an absolute path", ("local",), True, fault=_folder_fault
+        _Text, "must be an absolute path", ("local",), True, fault=folder_fault
     ),
     "task": _Row(_Text, "must say what to do", ("local",), True),
     "allowDirty": _Row(*_SWITCH, ("local",)),
@@ -2524,14 +2548,17 @@ def _match_comment(
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a job exists: the event, who acted (an id), the rule and its match."""
+    """Why a job exists: the event, who acted (an id), the rule and its match.
+
+    A run that an operator asked for has no rule: `index` and `type` are None.
+    """
 
     event: str
     action: str | None = None
     delivery: str
     sender: str
-    index: int
-    type: str
+    index: int | None
+    type: str | None
     by: str
 
 
@@ -2544,7 +2571,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run to be made: the queue's payload, also read by prompts and box.
 
     `set` is the id shared by the replicas of one delivery. `replica` and
-    `replicas` are absent, not null, on a plain job.
+    `replicas` are absent, not null, on a plain job. A local job's `repo` is the
+    name of its folder, and `run.folder` and `run.task` say the rest.
     """
 
     id: str
@@ -2571,6 +2599,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return branch_name(self.target.number, self.replica)
 
     @property
+    def local(self) -> bool:
+        """Whether it works in place in a folder: no forge, no branch, no request."""
+        return self.kind == LOCAL
+
+    @property
     def title(self) -> str:
         """`owner/repo#7`, as records and logs name the target."""
         return target_name(self.kind, self.repo, self.target.type, self.target.number)
@@ -2578,16 +2611,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def place(self) -> str:
         """Where it works: a forge's repository, or the folder of a local run."""
-        if self.kind == "local":
+        if self.local:
             return f"local:{os.path.normpath(self.run.folder or '')}"
         return forge_place(self.kind, self.repo)
 
     def without_text(self) -> Job:
-        """What is kept of a job that can run no more: numbers, ids, fixed words."""
+        """What is kept of a job that can run no more: numbers, ids, its rule.
+
+        The rule's own instructions stay, for a replay; the item's text does not,
+        nor do a folder and its task.
+        """
         return msgspec.structs.replace(
             self,
             target=Target(self.target.type, self.target.number),
-            run=msgspec.structs.replace(self.run, instructions=None),
+            run=msgspec.structs.replace(self.run, folder=None, task=None),
             head_ref=None,
             comment=None,
             review=None,
@@ -2635,6 +2672,46 @@ def fan_out(match: Match, event: Event) -> tuple[Job, ...]:
     if n is None:
         return (plain,)
     return tuple(_replica(plain, event, i, n) for i in range(1, n + 1))
+
+
+def cron_job(rule: Rule, scheduled: int) -> Job:
+    """The one job of a cron rule's due time, unix seconds; never replicas."""
+    name = cron_id(str(rule.on.id), scheduled)
+    trigger = Trigger(
+        event="cron",
+        delivery=name,
+        sender="",
+        index=rule.index,
+        type=rule.on.type,
+        by=str(rule.on.id),
+    )
+    return _local_job(name, rule.run, trigger)
+
+
+def local_job(run: Run, now: float) -> Job:
+    """The job of one `pidispatch run`, asked for at `now` (seconds)."""
+    assert run.folder and run.task
+    name = local_id(Path(run.folder), run.flow, run.task, int(now // 60))
+    trigger = Trigger(
+        event="run", delivery=name, sender="", index=None, type=None, by=""
+    )
+    return _local_job(name, run, trigger)
+
+
+def _local_job(name: str, run: Run, trigger: Trigger) -> Job:
+    """The folder is named as the system resolves it: one tree, one name."""
+    folder = Path(str(run.folder)).resolve()
+    return Job(
+        id=name,
+        set=name,
+        kind=LOCAL,
+        repo=folder.name,
+        target=Target("local", 0),
+        flow=run.flow,
+        dedup=dedup_key(name, run.flow),
+        run=msgspec.structs.replace(run, folder=str(folder)),
+        trigger=trigger,
+    )
 
 
 def _key_of(event: Event, flow: str, replica: int | None = None) -> str:
@@ -3067,6 +3144,8 @@ class Forge(Protocol):
     def clone_url(self, repo: str) -> str: ...
 
     def default_branch(self, repo: str) -> str: ...
+
+    def item(self, repo: str, target: Target) -> Target: ...
 
     def comment(self, repo: str, target: Target, text: str, marker: str) -> None: ...
 
@@ -4110,6 +4189,13 @@ class GitHub(PullForge):
             root = "https://github.com"
         scheme, _, rest = root.partition("://")
         return f"{scheme}://{rest.partition('/')[0]}/{repo}.git"
+
+    def item(self, repo: str, target: Target) -> Target:
+        """The issue or pull request as it reads now: the issues API has both."""
+        what, path = "read the item", f"/repos/{repo}/issues/{target.number}"
+        found = self._call(what, _GitHubItem, "GET", path, self._token(repo))
+        title, body = _str(found.title), _str(found.body)
+        return Target(target.type, target.number, title, body)
 
     def _notes(self, path: str, token: str) -> Iterable[_GitHubNote]:
         return self._pages("read the comments", list[_GitHubNote], path, token)
@@ -6352,22 +6438,29 @@ CREATE TABLE comments (
 CREATE INDEX comments_at ON comments (at);
 """
 
-#: What people make of the requests we opened: `request_key` finds the run, `endings`
-#: counts how often its request ended, `ended_when` is the newest event's time; and the
-#: siblings' requests that are still to be told of one.
+#: `seen_at` is the latest due time of a cron rule that was dealt with, for the
+#: `schedule` it had then. A local job looks for others in its place.
+_SCHEMA_SCHEDULE = """
+CREATE TABLE cron (
+    id TEXT PRIMARY KEY, schedule TEXT NOT NULL, seen_at REAL NOT NULL
+) STRICT;
+CREATE INDEX jobs_scope ON jobs (scope);
+"""
+
+#: What people make of the requests we opened: `request_key` finds the runs (a later
+#: set and a replay go on in a request), `ended_when` is the newest event's time; and
+#: the siblings' requests that are still to be told of one.
 _SCHEMA_PICKS = """
 ALTER TABLE runs ADD COLUMN request_key TEXT;
-ALTER TABLE runs ADD COLUMN endings INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE runs ADD COLUMN ended_when REAL NOT NULL DEFAULT 0;
 UPDATE runs SET request_key = (SELECT scope FROM jobs WHERE jobs.id = runs.job_id)
     || '!' || json_extract(request, '$.number') WHERE request IS NOT NULL;
-CREATE INDEX runs_request ON runs (request_key, ended_at)
-    WHERE request_key IS NOT NULL;
+CREATE INDEX runs_request ON runs (request_key) WHERE request_key IS NOT NULL;
 CREATE INDEX runs_set ON runs (set_id);
 CREATE TABLE sibling_notices (
-    job_id TEXT NOT NULL, about TEXT NOT NULL, ending INTEGER NOT NULL,
+    job_id TEXT NOT NULL, about TEXT NOT NULL, at INTEGER NOT NULL,
     tries INTEGER NOT NULL DEFAULT 0, not_before REAL NOT NULL DEFAULT 0,
-    PRIMARY KEY (job_id, about, ending)
+    PRIMARY KEY (job_id, about, at)
 ) STRICT;
 """
 
@@ -6378,6 +6471,7 @@ _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("002-caps", _SCHEMA_CAPS),
     ("002-limited", _SCHEMA_LIMITED),
     ("002-comments", _SCHEMA_COMMENTS),
+    ("003-schedule", _SCHEMA_SCHEDULE),
     ("003-picks", _SCHEMA_PICKS),
 )
 
@@ -6475,13 +6569,13 @@ class Picks(msgspec.Struct, frozen=True):
 
 
 class SiblingNotice(msgspec.Struct, frozen=True):
-    """To be said on `job`'s open request: that of its sibling `about` has ended for
-    the `ending`-th time."""
+    """To be said on `job`'s open request: that of its sibling `about` has ended,
+    `at` by the event's own time, seconds."""
 
     job: Job
     request: Request
     about: RunRow
-    ending: int
+    at: int
     tries: int
 
 
@@ -6568,6 +6662,11 @@ class Reader:
     def flag(self, name: str) -> str | None:
         rows = self._rows("SELECT value FROM flags WHERE name = ?", name)
         return rows[0][0] if rows else None
+
+    def open_jobs(self) -> frozenset[str]:
+        """Ids of the jobs that have not ended, or whose end is not published."""
+        rows = self._rows("SELECT id FROM jobs WHERE state <> 'done'")
+        return frozenset(row[0] for row in rows)
 
     def integrity(self) -> str:
         """`ok`, or SQLite's first complaint."""
@@ -6712,7 +6811,8 @@ _PICKS = """WITH chosen AS (
         SELECT set_id, json_extract(record, '$.picked') AS picked,
         'r' || json_extract(record, '$.replica') AS replica,
         json_extract(record, '$.provider') || '/' || json_extract(record, '$.model')
-        AS model FROM runs WHERE json_extract(record, '$.replicas') > 1)
+        AS model FROM runs WHERE json_extract(record, '$.replicas') > 1
+        AND set_id <> job_id)  -- a replay is no set
     SELECT 'all', '', count(DISTINCT set_id),
         count(DISTINCT CASE WHEN picked = 'merged' THEN set_id END), 0 FROM chosen
     UNION ALL
@@ -6819,6 +6919,7 @@ class Store(Controls):
 
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.touch(0o600)  # its log gets the mode the file is born with
             connection = _connect(self.path)
             connection.execute("PRAGMA journal_mode = WAL")
             _migrate(connection, self.path)
@@ -6995,17 +7096,60 @@ class Store(Controls):
 
     # -- jobs ----------------------------------------------------------------
 
-    def claim(self, limits: Limits = NO_LIMITS) -> Claimed | None:
+    def claim(
+        self, limits: Limits = NO_LIMITS, only: str | None = None
+    ) -> Claimed | None:
         """Take the oldest job that may run now, or None. Takes no budget.
 
         A job in a pause window, or whose scope has as many at work as it may
-        have at once, stays queued: it waits at no cost and keeps its turn.
+        have at once, or whose folder another job has in hand, stays queued: it
+        waits at no cost and keeps its turn. `only` names the one job wanted.
         """
         now = self.clock()
         held = self._ask(lambda db: _held(db, limits, now))
         if not self._rows(_READY, now, held):
             return None
-        return self._write(lambda db: _claim(db, _held(db, limits, now), now))
+        return self._write(lambda db: _claim(db, _held(db, limits, now), now, only))
+
+    def holder(self, job: str) -> str | None:
+        """The job that has in hand the folder which this one waits for, if any."""
+        sql = """SELECT other.id FROM jobs JOIN jobs AS other USING (scope)
+                 WHERE jobs.id = ? AND other.seq <> jobs.seq
+                 AND other.state IN ('claimed', 'starting', 'running') LIMIT 1"""
+        rows = self._rows(sql, job)
+        return rows[0][0] if rows else None
+
+    def admit_local(self, job: Job) -> tuple[str, bool]:
+        """Queue a run of a folder; the id it has, and whether it is a new one.
+
+        One asked for twice in a minute is one run, unless the first was refused
+        before it cost anything: then it is asked again, as `<id>-again<k>`.
+        """
+        answer = self._write(lambda db: _admit_local(db, job, self.clock()))
+        self.work.set()
+        return answer
+
+    def schedules(self, wanted: Mapping[str, str]) -> dict[str, float]:
+        """The due times last dealt with, by cron id, for the rules now in force.
+
+        A rule that is new, or has another schedule than before, begins now; one
+        that is gone is forgotten. A memory of more than a day ahead is a wrong
+        clock's and begins now as well.
+        """
+        now = self.clock()
+        return self._write(lambda db: _schedules(db, wanted, now))
+
+    def fire(self, cron: str, due: float, job: Job) -> bool:
+        """Queue a cron rule's job and remember its due time, in one transaction.
+
+        False when nothing was queued: that time was dealt with before, or a run
+        of the same rule still waits and does for both.
+        """
+        now = self.clock()
+        fired = self._write(lambda db: _fire(db, cron, due, job, now))
+        if fired:
+            self.work.set()
+        return fired
 
     def defer(self, claimed: Claimed, until: float) -> None:
         """Put a job back with a time; costs nothing and uses no attempt."""
@@ -7151,7 +7295,7 @@ class Store(Controls):
         """Note what became of a request that a run of ours opened, and queue the words
         for its siblings' requests. False: not ours, or known."""
         key = request_key(place, number)
-        if not self._rows(_RUN_OF_REQUEST, key):  # most requests are people's
+        if not self._rows(_RUNS_OF_REQUEST, key):  # most requests are people's
             return False
         return self._write(lambda db: _note_ending(db, key, ending, at))
 
@@ -7166,7 +7310,7 @@ class Store(Controls):
                 msgspec.json.decode(row["payload"], type=Job),
                 msgspec.json.decode(row["request"], type=Request),
                 self.run(row["about"])[0],
-                row["ending"],
+                row["at"],
                 row["tries"],
             )
             for row in self._rows(sql, self.clock())
@@ -7174,14 +7318,14 @@ class Store(Controls):
 
     def postpone_sibling(self, notice: SiblingNotice, until: float) -> None:
         sql = """UPDATE sibling_notices SET not_before = ?, tries = tries + 1
-                 WHERE job_id = ? AND about = ? AND ending = ?"""
-        values = (until, notice.job.id, notice.about.id, notice.ending)
+                 WHERE job_id = ? AND about = ? AND at = ?"""
+        values = (until, notice.job.id, notice.about.id, notice.at)
         self._write(lambda db: db.execute(sql, values))
 
     def sibling_told(self, notice: SiblingNotice) -> None:
         sql = """DELETE FROM sibling_notices
-                 WHERE job_id = ? AND about = ? AND ending = ?"""
-        values = (notice.job.id, notice.about.id, notice.ending)
+                 WHERE job_id = ? AND about = ? AND at = ?"""
+        values = (notice.job.id, notice.about.id, notice.at)
         self._write(lambda db: db.execute(sql, values))
 
     def cancelled(self, job: str) -> bool:
@@ -7310,11 +7454,41 @@ class Outside(Controls):
             ) from error
         return answer
 
+    def replayable(self, job: str) -> Job:
+        """A job that has ended and can be made again. Raises `ConfigError`."""
+        _, record, _ = self.run(job)
+        sql = "SELECT payload FROM jobs WHERE id = ?"
+        found = msgspec.json.decode(self._rows(sql, job)[0][0], type=Job)
+        if record is None:
+            why = f"{job} has not ended"
+            raise ConfigError(why, f"wait, or end it: `pidispatch cancel {job}`")
+        if found.local:
+            why = f"{job} ran in a folder; there is no item to read again"
+            raise ConfigError(why, "pidispatch run FOLDER --task …")
+        return found
+
+    def replay(self, job: Job) -> str:
+        """Queue the job once more, outside its window; returns its new id."""
+        return self._write(lambda db: _replay(db, job, self.clock()))
+
     def pushed(self, job: Job, tip: str) -> None:
         self._write(lambda db: _pushed(db, job, tip, self.clock()))
 
     def published(self, job: str, request: Request | None) -> None:
         self._write(lambda db: _published(db, job, request, None))
+
+
+def _replay(db: sqlite3.Connection, job: Job, now: float) -> str:
+    """Its delivery row keeps the commits that its attempts share, as any set's.
+
+    No target stands in it: an operator's replay is no delivery of the hour.
+    """
+    again = _again(db, job)
+    sql = """INSERT INTO deliveries (id, kind, state, body_sha, received_at, event_at,
+             target) VALUES (?1, ?2, 'admitted', ?1, ?3, ?3, '')"""
+    db.execute(sql, (again.id, again.kind, now))
+    _queue_job(db, again, now)
+    return again.id
 
 
 def _in_savepoint(
@@ -7451,13 +7625,17 @@ def _put_delivery(
     db.execute(sql, values)
 
 
-def _put_job(db: sqlite3.Connection, job: Job, when: float, now: float) -> None:
+def _queue_job(db: sqlite3.Connection, job: Job, now: float) -> None:
     payload = msgspec.json.encode(job).decode()
     db.execute(
         """INSERT INTO jobs (id, set_id, state, payload, queued_at, scope)
            VALUES (?, ?, 'queued', ?, ?, ?)""",
         (job.id, job.set, payload, now, job.place),
     )
+
+
+def _put_job(db: sqlite3.Connection, job: Job, when: float, now: float) -> None:
+    _queue_job(db, job, now)
     db.execute(
         "INSERT INTO windows (kind, key, opened_at, job_id) VALUES (?, ?, ?, ?)",
         (job.kind, job.dedup, when, job.id),
@@ -7531,18 +7709,89 @@ def _holds_of(db: sqlite3.Connection, limits: Limits, now: float) -> list[Hold]:
     ]
 
 
-def _claim(db: sqlite3.Connection, held: str, now: float) -> Claimed | None:
-    sql = """UPDATE jobs SET state = 'claimed', claim = ?
-             WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued' AND (
+def _claim(
+    db: sqlite3.Connection, held: str, now: float, only: str | None
+) -> Claimed | None:
+    """A folder is one job's from its claim to its record, a retry's wait included."""
+    sql = """UPDATE jobs SET state = 'claimed', claim = ?1
+             WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
+                 AND (?4 IS NULL OR id = ?4) AND (
                  cancel IS NOT NULL OR (
-                     not_before <= ?
-                     AND NOT EXISTS (SELECT 1 FROM json_each(?) AS held
+                     not_before <= ?2
+                     AND NOT EXISTS (SELECT 1 FROM json_each(?3) AS held
                                      WHERE jobs.scope GLOB held.value)
-                     AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')))
+                     AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
+                     AND NOT (scope GLOB 'local:*' AND EXISTS (
+                         SELECT 1 FROM jobs AS other
+                         WHERE other.scope = jobs.scope AND other.seq <> jobs.seq
+                         AND (other.state IN ('claimed', 'starting', 'running')
+                              OR other.state = 'queued' AND other.attempt > 0)))))
                  ORDER BY seq LIMIT 1)
              RETURNING payload, claim, attempt, queued_at, deferrals"""
-    rows = db.execute(sql, (random_hex(8), now, held)).fetchall()
+    rows = db.execute(sql, (random_hex(8), now, held, only)).fetchall()
     return _claimed_of(rows[0]) if rows else None
+
+
+def _admit_local(db: sqlite3.Connection, job: Job, now: float) -> tuple[str, bool]:
+    sql = """SELECT jobs.id, runs.record FROM jobs LEFT JOIN runs
+             ON runs.job_id = jobs.id WHERE jobs.id = ? OR jobs.id LIKE ? || '-again%'
+             ORDER BY jobs.seq DESC LIMIT 1"""
+    last = db.execute(sql, (job.id, job.id)).fetchone()
+    if last is None:
+        _queue_job(db, job, now)
+        return job.id, True
+    record = (
+        msgspec.json.decode(last["record"], type=Record) if last["record"] else None
+    )
+    if record is None or record.budgetReserved:
+        return str(last["id"]), False
+    again = _again(db, job)
+    _queue_job(db, again, now)
+    return again.id, True
+
+
+def _again(db: sqlite3.Connection, job: Job) -> Job:
+    """The job under the first free id of a replay; it is a set of its own."""
+    for k in itertools.count(1):
+        name = again_id(job.id, k)
+        if not db.execute("SELECT 1 FROM jobs WHERE id = ?", (name,)).fetchone():
+            return msgspec.structs.replace(job, id=name, set=name)
+    raise AssertionError("unreachable")
+
+
+def _schedules(
+    db: sqlite3.Connection, wanted: Mapping[str, str], now: float
+) -> dict[str, float]:
+    kept = {row["id"]: row for row in db.execute("SELECT * FROM cron").fetchall()}
+    for name in kept.keys() - wanted.keys():
+        db.execute("DELETE FROM cron WHERE id = ?", (name,))
+    seen: dict[str, float] = {}
+    for name, schedule in wanted.items():
+        row = kept.get(name)
+        if row and row["schedule"] == schedule and row["seen_at"] <= now + DAY:
+            seen[name] = row["seen_at"]
+            continue
+        db.execute(
+            "INSERT OR REPLACE INTO cron (id, schedule, seen_at) VALUES (?, ?, ?)",
+            (name, schedule, now),
+        )
+        seen[name] = now
+    return seen
+
+
+def _fire(db: sqlite3.Connection, cron: str, due: float, job: Job, now: float) -> bool:
+    sql = "UPDATE cron SET seen_at = ? WHERE id = ? AND seen_at < ?"
+    if db.execute(sql, (due, cron, due)).rowcount != 1:
+        return False
+    sql = """SELECT 1 FROM jobs WHERE id = ?1 OR (state = 'queued' AND attempt = 0
+             AND json_extract(payload, '$.trigger.type') = 'cron'
+             AND json_extract(payload, '$.trigger.by') = ?2) LIMIT 1"""
+    if db.execute(sql, (job.id, cron)).fetchone():
+        _count(db, "coalesced")
+        return False
+    _queue_job(db, job, now)
+    _count(db, "queued")
+    return True
 
 
 def _claimed_of(row: sqlite3.Row) -> Claimed:
@@ -7718,38 +7967,48 @@ def _open_again(db: sqlite3.Connection, job: str, key: str) -> None:
     db.execute("UPDATE runs SET request_key = ? WHERE job_id = ?", (key, job))
 
 
-#: Tells the open requests of siblings of each that has ended: those of the run `of`,
-#: or the one of the run `tell`, which opened after others had ended.
-_SIBLING_NOTICES = """INSERT OR IGNORE INTO sibling_notices (job_id, about, ending)
-    SELECT told.job_id, ended.job_id, ended.endings FROM runs AS ended
-    JOIN runs AS told ON told.set_id = ended.set_id AND told.job_id <> ended.job_id
-    WHERE (ended.job_id = :of OR told.job_id = :tell)
+#: Tells the open requests of siblings of each that has ended: those of the runs with
+#: the request `of`, or that of the run `tell`, which opened after others had ended.
+_SIBLING_NOTICES = """INSERT OR IGNORE INTO sibling_notices (job_id, about, at)
+    SELECT told.job_id, ended.job_id, CAST(ended.ended_when AS INTEGER)
+    FROM runs AS ended JOIN runs AS told
+    ON told.set_id = ended.set_id AND told.job_id <> ended.job_id
+    WHERE (ended.request_key = :of OR told.job_id = :tell)
     AND told.request_key <> ended.request_key
     AND json_extract(ended.record, '$.picked') IS NOT NULL
     AND json_extract(told.record, '$.picked') IS NULL"""
 
-#: The newest run that has this request: it shows that one's work.
-_RUN_OF_REQUEST = """SELECT job_id, json_extract(record, '$.picked') AS picked,
-    ended_when FROM runs WHERE request_key = ? ORDER BY ended_at DESC LIMIT 1"""
+_RUNS_OF_REQUEST = """SELECT job_id, json_extract(record, '$.picked') AS picked,
+    ended_when FROM runs WHERE request_key = ?"""
 
 
 def _note_ending(db: sqlite3.Connection, key: str, ending: Ending, at: float) -> bool:
+    noted = [
+        _note_of_run(db, run, ending, at)
+        for run in db.execute(_RUNS_OF_REQUEST, (key,)).fetchall()
+    ]
+    if any(noted):
+        db.execute(_SIBLING_NOTICES, {"of": key, "tell": None})
+    return any(noted)
+
+
+def _note_of_run(
+    db: sqlite3.Connection, run: sqlite3.Row, ending: Ending, at: float
+) -> bool:
     """A merge is final. Else the newest event counts, however late it comes."""
-    run = db.execute(_RUN_OF_REQUEST, (key,)).fetchone()
     picked = None if ending == "reopened" else ending
-    stale = picked != "merged" and run and at < run["ended_when"]
-    if run is None or stale or run["picked"] == "merged":
+    late = picked != "merged" and at < run["ended_when"]
+    if late or run["picked"] == "merged":
         return False
     job = run["job_id"]
     if run["picked"] == picked:
         sql = "UPDATE runs SET ended_when = max(ended_when, ?) WHERE job_id = ?"
-        db.execute(sql, (at, job))
+        db.execute(sql, (at if picked is None else 0, job))
         return False
     db.execute("DELETE FROM sibling_notices WHERE about = ?", (job,))
-    sql = """UPDATE runs SET record = json_set(record, '$.picked', ?1), ended_when = ?2,
-             endings = endings + (?1 IS NOT NULL) WHERE job_id = ?3"""
+    sql = """UPDATE runs SET record = json_set(record, '$.picked', ?), ended_when = ?
+             WHERE job_id = ?"""
     db.execute(sql, (picked, at, job))
-    db.execute(_SIBLING_NOTICES, {"of": job, "tell": None})
     return True
 
 
@@ -7826,6 +8085,8 @@ def hard_rules() -> str:
 
 def prompt_text(job: Job, publish: str) -> str:
     """The user turn of a job; forge text stands only in the data region below."""
+    if job.local:
+        return render("prompt-local.md.j2", job=job)
     return _prompt("prompt.md.j2", job, publish)
 
 
@@ -7857,6 +8118,9 @@ def sibling_branches(job: Job) -> tuple[str, ...]:
 
 def event_json(job: Job) -> bytes:
     """What the agent may read about the event; no replica fact, image or secret."""
+    if job.local:
+        told = {"event": job.trigger.event, "folder": job.repo, "task": job.run.task}
+        return json.dumps(told, ensure_ascii=False, indent=2).encode() + b"\n"
     event: dict[str, Any] = {
         "event": job.trigger.event,
         "action": job.trigger.action,
@@ -7931,15 +8195,21 @@ def _tokens(label: str) -> frozenset[str]:
 
 
 class BoxSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the three engine objects of one attempt are made from."""
+    """All that the three engine objects of one attempt are made from.
+
+    `folder` is a local job's own: it becomes /workspace, the one bind mount there
+    is, and `image` then carries the folder owner's uid and gid.
+    """
 
     job: str
     attempt: int
     image: Image
     gate_image: Image
-    gate_line: bytes
+    gate_line: bytes  # none: no gate is started
     environment: Mapping[str, str]
     loopback: bool = False
+    folder: Path | None = None
+    command: tuple[str, ...] = ()  # runs instead of the image's entrypoint
 
 
 #: A count that a box may state: SQLite and JSON readers can hold it.
@@ -8004,6 +8274,9 @@ class Box(Protocol):
 class Engine(Protocol):
     """What dispatch asks of the engine; the demo brings one without Docker."""
 
+    @property
+    def local(self) -> bool: ...
+
     def image(self, tag: str) -> Image | None: ...
 
     def catalogue(self, image: Image) -> Mapping[str, Any]: ...
@@ -8015,6 +8288,10 @@ class Engine(Protocol):
     def sweep(self, keep: frozenset[str]) -> int: ...
 
     def tail(self, job: str, lines: int) -> list[str]: ...
+
+    def isolates(self, proven: str | None) -> str | None: ...
+
+    def disk(self) -> Path | None: ...
 
 
 def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
@@ -8141,6 +8418,7 @@ class DockerEngine:
         self._local = threading.local()
         self._catalogues: dict[str, Mapping[str, Any]] = {}
         self._cpus: int | None = None
+        self._disk: Path | None = None
         self._next_subnet = int(random_hex(2), 16)
 
     @property
@@ -8160,6 +8438,17 @@ class DockerEngine:
                 ) from error
             self._local.api = client
         return client
+
+    @property
+    def endpoint(self) -> str:
+        """Where the engine is asked; contexts of the CLI count for nothing."""
+        return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+
+    @property
+    def local(self) -> bool:
+        """Whether it is reached by a socket of this machine, so that it may see the
+        same folders; over TCP or ssh it is another one for all we know."""
+        return self.endpoint.startswith(_LOCAL_ENGINES)
 
     @property
     def cpus(self) -> int:
@@ -8273,6 +8562,48 @@ class DockerEngine:
             self.remove_job(job)
         return len(stale)
 
+    def stale(self, keep: frozenset[str], before: float) -> list[str]:
+        """Jobs not in `keep` that have a container from before that time, seconds."""
+        old = (row for row in self._list({}) if row["Created"] < before)
+        return sorted({row["Labels"].get(LABEL + "job", "") for row in old} - keep)
+
+    def isolates(self, proven: str | None) -> str | None:
+        """What proves that no box reaches the engine's host; None: one does.
+
+        One look an engine and version is enough: `proven` is what an earlier call
+        returned. Raises `InfraError` when it could not be seen.
+        """
+        with engine_answers():
+            facts = self.api.info()
+        this = f"{facts.get('ID')} {facts.get('ServerVersion')}"
+        if this == proven:
+            return this
+        image = self.image(self.settings.gate_image)
+        if image is None:
+            raise InfraError("there is no gate image to look at the engine with")
+        return None if canary(self, image).host else this
+
+    def disk(self) -> Path | None:
+        """Where the engine keeps volumes and logs, if that is a disk of this machine.
+
+        Neither has a quota, so a job can fill it.
+        """
+        if self._disk is None:
+            with engine_answers():
+                self._disk = Path(self.api.info().get("DockerRootDir") or "/nowhere")
+        here = self.endpoint.startswith("unix:") and self._disk.is_dir()
+        return self._disk if here else None
+
+    def host_addresses(self, subnet: IPv4Network) -> list[str]:
+        """Where a container may find the engine's host: its bridge, the usual one."""
+        import docker
+
+        rows: list[Mapping[str, str]] = []
+        with contextlib.suppress(docker.errors.NotFound):  # Podman has none
+            rows = self.api.inspect_network("bridge")["IPAM"]["Config"]
+        known = [row["Gateway"] for row in rows if row.get("Gateway")]
+        return [str(subnet[1]), *known]
+
     def remove_job(self, job: str) -> None:
         """Remove every container, network and volume of one job; idempotent."""
         import docker
@@ -8352,6 +8683,23 @@ class DockerEngine:
         address = int(pool.network_address) + self._next_subnet * size
         return IPv4Network((address, _SUBNET_BITS))
 
+    def free_subnets(self) -> int:
+        """How many /28s of PI_NETWORK_POOL the engine's networks leave."""
+        from ipaddress import IPv4Network
+
+        pool, size = IPv4Network(self.settings.network_pool), 1 << (32 - _SUBNET_BITS)
+        taken = 0
+        for row in self.api.networks():
+            for config in (row.get("IPAM") or {}).get("Config") or ():
+                if ":" in (config.get("Subnet") or ":"):
+                    continue  # IPv6, or none
+                other = IPv4Network(config["Subnet"])
+                if other.overlaps(pool):
+                    taken += max(
+                        1, min(other, pool, key=_addresses).num_addresses // size
+                    )
+        return max(0, pool.num_addresses // size - taken)
+
     def create_job_network(self, name: str, labels: Mapping[str, str]) -> IPv4Network:
         """The job's own network; isolated from the host unless PI_EGRESS=0.
 
@@ -8379,16 +8727,26 @@ class DockerEngine:
                 raise
             if "inhibit_ipv4" in str(made.get("Warning") or ""):
                 self.api.remove_network(made["Id"])
-                raise Refused(
-                    "engine-not-isolating",
-                    "this engine ignores inhibit_ipv4: jobs could reach the host",
-                )
+                raise Refused("engine-not-isolating", *NOT_ISOLATING)
             return subnet
         raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
 
 
+#: How the address of an engine on this machine begins.
+_LOCAL_ENGINES = ("unix:", "http+unix:", "npipe:")
+#: What is wrong with an engine that leaves its host reachable, and what to do.
+NOT_ISOLATING = (
+    "this engine does not keep a job from its host's own services: it ignores the "
+    "network option inhibit_ipv4",
+    "use a Docker Engine that knows it, or accept it with PI_EGRESS=0",
+)
+
 #: One creation at a time in this process.
 _OUTER_LOCK = threading.Lock()
+
+
+def _addresses(network: IPv4Network) -> int:
+    return network.num_addresses
 
 
 def _ipam(subnet: IPv4Network) -> Any:
@@ -8447,8 +8805,9 @@ class DockerBox:
                     raise
                 engine.remove_job(spec.job)  # ours, if it is ours; never another's
                 box._open_network()
-        box._gate_thread = threading.Thread(target=box._open_gate, daemon=True)
-        box._gate_thread.start()
+        if spec.gate_line:
+            box._gate_thread = threading.Thread(target=box._open_gate, daemon=True)
+            box._gate_thread.start()
         return box
 
     def _open_network(self) -> None:
@@ -8563,13 +8922,27 @@ class DockerBox:
         api.start(self.name)
 
     def _create_job(self) -> None:
+        """Raises `Refused` when the engine does not see the job's folder."""
+        import docker
+
+        try:
+            self._create_container()
+        except docker.errors.APIError as error:
+            if self.spec and self.spec.folder and "bind source path" in str(error):
+                raise Refused(*NOT_THIS_ENGINE) from error
+            raise
+
+    def _create_container(self) -> None:
         assert self.spec
         api, network = self.engine.api, network_name(self.job)
+        role = "canary" if self.spec.command else "job"
         endpoint = api.create_endpoint_config(ipv4_address=str(self.subnet[3]))
         api.create_container(
             self.spec.image.id,
+            list(self.spec.command[1:]) or None,
+            entrypoint=list(self.spec.command[:1]) or None,
             name=self.name,
-            labels=self.engine.labels(self.job, self.attempt, "job"),
+            labels=self.engine.labels(self.job, self.attempt, role),
             environment=dict(self.spec.environment),
             user=f"{self.spec.image.uid}:{self.spec.image.gid}",
             use_config_proxy=False,
@@ -8591,14 +8964,23 @@ class DockerBox:
         )
 
     def _mounts(self) -> list[Any]:
-        """Anonymous volumes, named by Mounts because `volumes=` cannot label."""
+        """Anonymous volumes, named by Mounts because `volumes=` cannot label.
+
+        A local job's /workspace is its folder. As a Mount, so that an engine which
+        does not have it says so instead of making an empty one.
+        """
         from docker.types import Mount
 
+        assert self.spec
         labels = self.engine.labels(self.job, self.attempt, "volume")
-        return [
-            Mount(path, None, type="volume", labels=labels)
+        mounts = {
+            path: Mount(path, None, type="volume", labels=labels)
             for path in ("/job", "/workspace", "/outbox")
-        ]
+        }
+        if self.spec.folder:
+            source = str(self.spec.folder)
+            mounts["/workspace"] = Mount("/workspace", source, type="bind")
+        return list(mounts.values())
 
     def wait(self, seconds: int) -> bool:
         """Whether the job container ended, or is gone, within that time."""
@@ -8728,6 +9110,13 @@ class DockerBox:
         self.engine.remove_job(self.job)
 
 
+#: Reason, message and fix when a folder cannot be bound into a box.
+NOT_THIS_ENGINE = (
+    "local-needs-local-engine",
+    "the engine does not see this machine's folders",
+    "use an engine of this machine (unset DOCKER_HOST), or share the folder with it",
+)
+
 #: What holds for the job and for the gate alike (40-box).
 _HARDENING: dict[str, Any] = {
     "cap_drop": ["ALL"],
@@ -8761,6 +9150,133 @@ def _send(socket: Any, data: bytes) -> None:
     # the SDK wraps a raw socket on unix, and gives the raw one over TLS
     raw = getattr(socket, "_sock", socket)
     raw.sendall(data)
+
+
+#: Runs where a job would run and prints what it could reach. A host that refuses a
+#: connection has answered; one whose firewall drops it still tells its hardware
+#: address.
+_PROBE = """
+import http.client, json, socket, time
+from concurrent.futures import ThreadPoolExecutor
+asked = json.load(open("/job/asked.json"))
+def answers(address):
+    try:
+        socket.create_connection((address, 9), 2).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return True
+def neighbours():
+    with open("/proc/net/arp") as table:
+        rows = [line.split() for line in list(table)[1:]]
+    return {row[0] for row in rows if int(row[2], 16) & 2}
+def ask(method, target, seconds=4):
+    gate = http.client.HTTPConnection("gate", 8080, timeout=seconds)
+    headers = {"authorization": "Bearer " + asked["token"]}
+    headers["anthropic-version"] = "2023-06-01"
+    try:
+        gate.request(method, target, headers=headers)
+        answer = gate.getresponse()
+        body = b"" if method == "CONNECT" else answer.read(65536)
+        return {"status": answer.status, "ours": b'"pidispatch_' in body}
+    except (OSError, http.client.HTTPException):
+        return {"status": 0, "ours": False}
+def ready():
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        if ask("GET", "/healthz", 1)["status"]:
+            return True
+        time.sleep(0.1)
+    return False
+def each(method, targets):
+    with ThreadPoolExecutor(8) as pool:
+        said = pool.map(lambda target: ask(method, target), targets.values())
+        return dict(zip(targets, said))
+with ThreadPoolExecutor(8) as pool:
+    said = list(pool.map(answers, asked["addresses"]))
+near = neighbours()
+seen = {"host": [a for a, yes in zip(asked["addresses"], said) if yes or a in near]}
+if asked["token"]:
+    seen["gate"] = ready()
+if seen.get("gate"):
+    seen["models"] = each("GET", asked["models"])
+    seen["hosts"] = each("CONNECT", {name: name for name in asked["hosts"]})
+print(json.dumps(seen))
+"""
+
+CANARY_SECONDS = 12
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """An answer of the gate: HTTP status, 0 for none; and whether it is its own."""
+
+    status: int
+    ours: bool = False
+
+
+class Canary(msgspec.Struct, frozen=True):
+    """What a box of ours could reach; `gate` is None when none was asked for.
+
+    `host` has the addresses of the engine's host that answered it; `models` and
+    `hosts` what the gate said of each provider's model list and of each CONNECT.
+    """
+
+    host: tuple[str, ...] = ()
+    gate: bool | None = None
+    models: Mapping[str, Heard] = {}
+    hosts: Mapping[str, Heard] = {}
+
+
+class Errand(msgspec.Struct, frozen=True):
+    """What a canary asks the gate for: paths of model lists by provider, `host:port`s.
+
+    `line` is what the gate itself is told; `token` what the canary shows it.
+    """
+
+    line: bytes = b""
+    token: str = ""
+    models: Mapping[str, str] = {}
+    hosts: tuple[str, ...] = ()
+    loopback: bool = False
+
+
+def canary(engine: DockerEngine, image: Image, errand: Errand | None = None) -> Canary:
+    """Start a box as a job's, with a probe in it; tell what that saw. Leaves nothing.
+
+    Raises `InfraError` when it could not start or said nothing in time.
+    """
+    errand = errand or Errand()
+    spec = BoxSpec(
+        job=f"canary-{random_hex(4)}",
+        attempt=1,
+        image=image,
+        gate_image=image,
+        gate_line=errand.line,
+        environment={},
+        loopback=errand.loopback,
+        command=("python3", "-I", "/job/probe.py"),
+    )
+    with engine_answers():
+        box = DockerBox.opened(engine, spec)
+        try:
+            return _look(box, errand)
+        finally:
+            box.remove()
+
+
+def _look(box: DockerBox, errand: Errand) -> Canary:
+    asked = {
+        "addresses": box.engine.host_addresses(box.subnet),
+        "token": errand.token,
+        "models": errand.models,
+        "hosts": errand.hosts,
+    }
+    script, given = _PROBE.encode(), json.dumps(asked).encode()
+    box.start({"probe.py": script, "asked.json": given})
+    box.wait(CANARY_SECONDS)
+    try:
+        return msgspec.json.decode(box.log(), type=Canary)
+    except ValueError as error:
+        raise InfraError(f"a box said nothing within {CANARY_SECONDS} s") from error
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -9355,7 +9871,7 @@ def _level(
     return sorted(commit for commit in level if parents[commit])
 
 
-def read_skill(mirror: Mirror, base: str, flow: str) -> dict[str, bytes] | None:
+def read_skill(mirror: Repository, base: str, flow: str) -> dict[str, bytes] | None:
     """The regular files of `.pi/skills/<flow>` at `base`, None when it has none.
 
     Raises `Refused("flow-not-found")` when they are too many, too large, or
@@ -9392,7 +9908,7 @@ def _safe_path(name: str) -> bool:
     return plain and not any(part in ("", ".", "..") for part in parts)
 
 
-def _contents(mirror: Mirror, blobs: Sequence[bytes]) -> Iterator[bytes]:
+def _contents(mirror: Repository, blobs: Sequence[bytes]) -> Iterator[bytes]:
     output = mirror.run("cat-file", "--batch", feed=b"\n".join([*blobs, b""]))
     at = 0
     for _ in blobs:
@@ -9400,6 +9916,132 @@ def _contents(mirror: Mirror, blobs: Sequence[bytes]) -> Iterator[bytes]:
         size = int(output[at:end].split()[2])
         yield output[end + 1 : end + 1 + size]
         at = end + 1 + size + 1
+
+
+# -- an operator's folder -------------------------------------------------------
+
+
+class Tree(msgspec.Struct, frozen=True):
+    """A local job's folder as it is found: whose it is, what is not committed.
+
+    `changes` counts what `git status` would list; `skill` is as in `Prepared`.
+    """
+
+    path: Path
+    uid: int
+    gid: int
+    changes: int
+    skill: Mapping[str, bytes] | None
+
+
+#: Of a folder's own configuration only what changes how files compare.
+_FOLDER_CONFIG = re.compile(
+    r"core\.(?:autocrlf|checkstat|eol|filemode|ignorecase|precomposeunicode"
+    r"|symlinks|trustctime)"
+)
+
+
+def look_at_folder(git: Git, folder: Path, flow: str) -> Tree:
+    """What a local job will find in `folder`, the top of a git work tree.
+
+    An earlier job's box may have written all that is in it, its `.git` as well.
+    So git runs in a private repository beside it, which borrows the objects and a
+    copy of the index, and takes no program, filter or hook from its
+    configuration. Raises `Refused("folder-unusable")`, or `InfraError`.
+    """
+    import tempfile
+
+    fault = folder_fault(str(folder))
+    if fault:
+        raise Refused("folder-unusable", f"the folder {fault}", "name another folder")
+    about = folder.stat()
+    if about.st_uid == 0:
+        fix = "give it to an ordinary user: chown -R USER FOLDER"
+        raise Refused("folder-unusable", "root owns it; a box never is root", fix)
+    with tempfile.TemporaryDirectory(prefix="folder-", dir=git.private) as name:
+        beside = _beside(git, folder, Path(name))
+        head = _head_of(folder)
+        skill = read_skill(beside, head, flow) if head else None
+        return Tree(
+            path=folder,
+            uid=about.st_uid,
+            gid=about.st_gid or about.st_uid,
+            changes=_changes(beside, folder, head),
+            skill=skill,
+        )
+
+
+def _git_dirs(folder: Path) -> tuple[Path, Path]:
+    """The folder's own git directory, and the one that its worktrees share."""
+    own = folder / ".git"
+    if own.is_file():
+        own = folder / _small(own).removeprefix("gitdir:").strip()
+    return own, own / (_small(own / "commondir").strip() or ".")
+
+
+def _small(path: Path) -> str:
+    """The text of a regular file, no more than a megabyte; else nothing."""
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            return file.read(1 << 20).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _head_of(folder: Path) -> str | None:
+    """The commit that is checked out; None when there is none yet."""
+    own, common = _git_dirs(folder)
+    text = _small(own / "HEAD").strip()
+    name = text.removeprefix("ref:").strip()
+    if name != text:
+        if not re.fullmatch(r"refs/[^\0]+", name) or ".." in name:
+            return None
+        packed = re.search(
+            rf"^([0-9a-f]+) {re.escape(name)}$", _small(common / "packed-refs"), re.M
+        )
+        text = _small(common / name).strip() or (packed[1] if packed else "")
+    return text if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text) else None
+
+
+def _beside(git: Git, folder: Path, place: Path) -> Repository:
+    """A bare repository of ours that reads the folder's objects and nothing else."""
+    import shutil
+
+    own, common = _git_dirs(folder)
+    kind = "sha256" if len(_head_of(folder) or "") == 64 else "sha1"
+    made = Repository(git, place)
+    made.run("init", "--bare", "--quiet", "--template=", f"--object-format={kind}")
+    info = place / "objects" / "info"
+    info.mkdir(exist_ok=True)
+    (info / "alternates").write_text(f"{(common / 'objects').resolve()}\n", "utf-8")
+    (place / "info").mkdir(exist_ok=True)
+    (place / "info" / "exclude").write_text(_small(common / "info" / "exclude"))
+    for index in (own / "index", *own.glob("sharedindex.*")):
+        if index.is_file():
+            shutil.copyfile(index, place / index.name)
+    made.run("config", "core.bare", "false")
+    theirs = common / "config"
+    if theirs.is_file():
+        listed = git.call("config", "--file", str(theirs), "--null", "--list").out
+        for entry in filter(None, listed.decode("utf-8", "replace").split("\0")):
+            key, _, value = entry.partition("\n")
+            if _FOLDER_CONFIG.fullmatch(key):
+                made.run("config", key, value)
+    return made
+
+
+def _changes(beside: Repository, folder: Path, head: str | None) -> int:
+    """How many paths differ from the commit, untracked ones included."""
+    if head:
+        beside.run("update-ref", "--no-deref", "HEAD", head)
+    listed = beside.run(
+        *("-C", str(folder), f"--work-tree={folder}", "status", "--porcelain", "-z"),
+        *("--no-renames", "--untracked-files=normal", "--ignore-submodules=dirty"),
+        seconds=beside.git.bounds.look,
+    )
+    return sum(1 for entry in listed.split(b"\0") if entry)
 
 
 class Quarantine(Repository, frozen=True):
@@ -9967,6 +10609,9 @@ RETRY_SECONDS = 60
 MAX_ATTEMPTS = 2
 DEFER_SECONDS = 60
 DEFER_MAX_SECONDS = 600
+#: Free bytes below which no job starts, and below which the newest one is stopped:
+#: a host that is full loses the others' results, and its own services.
+DISK_FLOOR, DISK_STOP = 1 * 2**30, 256 * 2**20
 #: Each beat is a durable write, so it is rare.
 HEARTBEAT_SECONDS = 15.0
 SWEEP_SECONDS = 3_600.0
@@ -10038,6 +10683,7 @@ class Attempt(msgspec.Struct):
     remote: Remote | None = None
     box: Box | None = None
     prepared: Prepared | None = None
+    tree: Tree | None = None
     skill: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     lineage: Lineage | None = None
     transcript: bytes = b""
@@ -10069,6 +10715,9 @@ class Attempt(msgspec.Struct):
 
     @property
     def publish(self) -> Literal["host", "agent"]:
+        """Who pushes; of a local job nobody does."""
+        if self.job.local:
+            return "host"
         return self.job.run.publish or cast(Any, self.settings.publish)
 
     @property
@@ -10197,20 +10846,24 @@ _PROXY_VARIABLES = {
 
 
 def job_file(attempt: Attempt, deadline: float) -> bytes:
-    """/job/job.json (45-box-contracts, Inputs)."""
+    """/job/job.json (45-box-contracts, Inputs).
+
+    The runner works in place when the target is local: no base, no branch.
+    """
     job, prepared = attempt.job, attempt.prepared
-    assert prepared and attempt.provider and attempt.image
+    assert (prepared or attempt.tree) and attempt.provider and attempt.image
+    request = prepared.request_sha if prepared else None
     run, settings = job.run, attempt.settings
     _, _, model = attempt.model_name.partition("/")
     file = {
         "version": JOB_FILE_VERSION,
         "jobId": job.id,
         "attempt": attempt.claimed.attempt + 1,
-        "target": {"type": job.target.type, "number": job.target.number},
-        "base": prepared.base,
+        "target": {"type": job.target.type, "number": job.target.number or None},
+        "base": prepared.base if prepared else None,
         "branch": job.branch,
-        "requestRef": REQUEST_REF if prepared.request_sha else None,
-        "requestSha": prepared.request_sha,
+        "requestRef": REQUEST_REF if request else None,
+        "requestSha": request,
         "flow": job.flow,
         "provider": attempt.provider.name,
         "model": model,
@@ -10242,15 +10895,14 @@ def _forge_part(attempt: Attempt) -> dict[str, Any]:
 def box_inputs(attempt: Attempt, deadline: float) -> dict[str, bytes | Path]:
     """Everything that goes into /job."""
     job, prepared = attempt.job, attempt.prepared
-    assert prepared
     prompt = resumed_prompt if attempt.transcript else prompt_text
     inputs: dict[str, bytes | Path] = {
         "job.json": job_file(attempt, deadline),
         "prompt.md": prompt(job, attempt.publish).encode(),
         "event.json": event_json(job),
-        "base.pack": prepared.pack,
-        "shallow": prepared.shallow,
     }
+    if prepared:
+        inputs |= {"base.pack": prepared.pack, "shallow": prepared.shallow}
     for name, content in attempt.skill.items():
         inputs[f"skill/{job.flow}/{name}"] = content
     if attempt.transcript:
@@ -10467,6 +11119,15 @@ def _stored(path: Path, now: Stamp) -> tuple[str | None, bytes]:
     return None, clean_transcript(content, stamp)
 
 
+def free_bytes(path: Path) -> int:
+    """Free on the file system of `path`, or of its first parent that exists."""
+    import shutil
+
+    absolute = path.absolute()
+    there = next(p for p in (absolute, *absolute.parents) if p.exists())
+    return shutil.disk_usage(there).free
+
+
 class Leaving(Exception):
     """We are stopping; the container goes on and the next start adopts it."""
 
@@ -10484,16 +11145,22 @@ class Dispatcher:
         clock: Clock = time.time,
         new_token: Callable[[], str] = lambda: random_hex(32),
         limits: Callable[[], Limits] = lambda: NO_LIMITS,
+        free: Callable[[Path], int] = free_bytes,
     ) -> None:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
-        self.limits = limits
+        self.limits, self.free = limits, free
+        self._attended: dict[str, float] = {}
         self.mirrors = Mirrors(settings.state_dir / "mirrors")
+        #: How often a job is put back for trouble that may pass.
+        self.deferrals_max = DEFERRALS_MAX
         self.leaving = threading.Event()
         self.stop_jobs = threading.Event()
         self._telling = threading.Lock()
         self._noticing = threading.Lock()
         self._told: set[str] = set()
+        self._looking = threading.Lock()
+        self._isolates = False
 
     # -- the ladder: its order is the contract (30-jobs) ---------------------
 
@@ -10504,8 +11171,10 @@ class Dispatcher:
         reserved. The box's network and gate open before the workspace, because
         starting them takes as long as the clone.
         """
+        passed = "forge" if attempt.job.local else "local"
         for gate in LADDER:
-            gate.check(self, attempt)
+            if gate.serves != passed:
+                gate.check(self, attempt)
 
     def check_overlay(self, attempt: Attempt) -> None:
         attempt.settings = with_overlay(self.settings)
@@ -10584,6 +11253,26 @@ class Dispatcher:
                 "build it: `pidispatch build-image`",
             )
 
+    def check_isolation(self, attempt: Attempt) -> None:
+        self.prove_isolation(attempt.settings)
+
+    def prove_isolation(self, settings: Settings) -> None:
+        """A box must not reach the engine's host, unless the operator said PI_EGRESS=0.
+
+        Looked at once an engine; a good answer is kept in the store. Raises `Refused`,
+        or `InfraError` when it could not be seen.
+        """
+        with self._looking:
+            if self._isolates or not settings.isolated:
+                return
+            known = self.store.flag("isolation")
+            proven = self.engine.isolates(known)
+            if proven is None:
+                raise Refused("engine-not-isolating", *NOT_ISOLATING)
+            if proven != known:
+                self.store.set_flag("isolation", proven)
+            self._isolates = True
+
     def check_caps(self, attempt: Attempt) -> None:
         """A look only: a job that cannot start must mint and clone nothing."""
         caps = Caps.of(attempt.settings, self.limits())
@@ -10592,6 +11281,23 @@ class Dispatcher:
             raise _over_cap(over, caps.zone)
         if caps.tokens is not None:
             attempt.left = caps.tokens - self.store.tokens_used(caps, self.clock())
+
+    def check_folder(self, attempt: Attempt) -> None:
+        """A local job's own workspace: within the engine's reach, whole and clean.
+
+        A retry finds what its first attempt left, so only that one is asked.
+        """
+        job = attempt.job
+        if not self.engine.local:
+            raise Refused(*NOT_THIS_ENGINE)
+        tree = look_at_folder(self.mirrors.git, Path(str(job.run.folder)), job.flow)
+        if tree.changes and not (job.run.allowDirty or attempt.claimed.attempt):
+            raise Refused(
+                "dirty-tree",
+                f"the folder has uncommitted changes ({tree.changes})",
+                "commit or stash them, or allow them: `--force`, or `allowDirty`",
+            )
+        attempt.tree = tree
 
     def load_session(self, attempt: Attempt) -> None:
         """A rule with `resume` continues its lineage, or begins it for a reason.
@@ -10686,15 +11392,19 @@ class Dispatcher:
     def open_box(self, attempt: Attempt) -> None:
         assert attempt.image and attempt.gate_image and attempt.provider
         local = outside_url(attempt.provider.base_url) != attempt.provider.base_url
+        image, tree = attempt.image, attempt.tree
+        if tree:
+            image = msgspec.structs.replace(image, uid=tree.uid, gid=tree.gid)
         attempt.box = self.engine.open(
             BoxSpec(
                 job=attempt.job.id,
                 attempt=attempt.claimed.attempt + 1,
-                image=attempt.image,
+                image=image,
                 gate_image=attempt.gate_image,
                 gate_line=gate_line(attempt),
                 environment=box_environment(attempt),
                 loopback=local,
+                folder=tree.path if tree else None,
             )
         )
 
@@ -10737,13 +11447,14 @@ class Dispatcher:
         )
 
     def find_skill(self, attempt: Attempt) -> None:
-        assert attempt.prepared
-        skill = attempt.prepared.skill or shipped_skill(attempt.job.flow)
+        found = attempt.prepared or attempt.tree
+        skill = (found and found.skill) or shipped_skill(attempt.job.flow)
         if not skill:
+            where = "HEAD" if attempt.job.local else "its default branch"
             raise Refused(
                 "flow-not-found",
                 f"the repository has no flow `{attempt.job.flow}`",
-                f"add `.pi/skills/{attempt.job.flow}/SKILL.md` to its default branch",
+                f"add `.pi/skills/{attempt.job.flow}/SKILL.md` to {where}",
             )
         attempt.skill = skill
 
@@ -10791,7 +11502,21 @@ class Dispatcher:
         except (InfraError, OSError) as error:
             self._again(attempt, error)
         else:
+            self._see_through(attempt)
+
+    def _see_through(self, attempt: Attempt) -> None:
+        """Attend the box and settle; the newest of these goes when the disk fills."""
+        assert attempt.started_at is not None
+        self._attended[attempt.job.id] = attempt.started_at
+        try:
             self._settle(attempt, self._attend(attempt))
+        finally:
+            self._attended.pop(attempt.job.id, None)
+
+    def room(self) -> int:
+        """Free bytes where jobs write: the database, our files, the engine's own."""
+        places = (self.settings.db, self.settings.state_dir, self.engine.disk())
+        return min(self.free(place) for place in places if place)
 
     def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
         """Take over a container that an earlier process started."""
@@ -10802,7 +11527,7 @@ class Dispatcher:
         _event("job-adopted", claimed.job)
         try:
             self._recall_session(attempt)
-            self._settle(attempt, self._attend(attempt))
+            self._see_through(attempt)
         except (Leaving, Fenced):
             return
         except Exception as error:
@@ -10875,6 +11600,11 @@ class Dispatcher:
             return "operator-cancel"
         if self.clock() >= attempt.started_at + JOB_SECONDS + STOP_GRACE_SECONDS:
             return "timeout"
+        # a copy: other workers' jobs come and go; of one moment's, the last by name
+        ages = [(at, job) for job, at in list(self._attended.items())]
+        newest = (attempt.started_at, attempt.job.id) >= max(ages, default=(0.0, ""))
+        if newest and self.room() < DISK_STOP:
+            return "disk-low"
         return None
 
     def _settle(self, attempt: Attempt, stopped: str | None) -> None:
@@ -10906,6 +11636,9 @@ class Dispatcher:
         if attempt.settings.capture_logs:
             self._keep_log(attempt.job, attempt.box)
         keep_texts(kept, ended)
+        if attempt.job.local and ended.bundle:  # its work is in the folder
+            ended.bundle.unlink()
+            ended = msgspec.structs.replace(ended, bundle=None)
         return ended
 
     def _keep_log(self, job: Job, box: Box) -> None:
@@ -10923,32 +11656,33 @@ class Dispatcher:
     ) -> None:
         assert verdict.outcome != "retry" and verdict.outcome != "unstarted"
         record = self.record(attempt, verdict.outcome, verdict.reason, ended)
-        if verdict.outcome == "completed":
-            commits = ended.result.commits if ended and ended.result else 0
-            notice = Notice("result", commits=commits)
-        else:
-            notice = _outcome_notice(attempt.job, record)
+        notice = _end_notice(attempt.job, record, ended)
         bill = ended.bill if ended else None
         finish = functools.partial(self.store.finish, attempt.claimed, record)
         self._patiently(lambda: finish(notice, bill))
         _event("job-ended", attempt.job, verdict.reason or verdict.outcome)
         self._remove(attempt)
         self.publish(attempt.job.id)
+        call_hook(self.settings.on_failure, record)
 
     def _refuse(self, attempt: Attempt, refusal: Refused) -> None:
+        job = attempt.job
         self._remove(attempt)
         record = self.record(attempt, "policy", refusal.reason, None)
-        notice = _refusal_notice(attempt.job, refusal)
+        notice = None if job.local else _refusal_notice(job, refusal)
         self._patiently(lambda: self.store.refuse(attempt.claimed, record, notice))
-        _event("job-refused", attempt.job, refusal.reason)
-        self.publish(attempt.job.id)
+        # a local job has nowhere to comment: the log says what a comment would
+        why, level = (refusal.message, logging.WARNING) if job.local else (None, 20)
+        _event("job-refused", job, refusal.reason, level, why=why)
+        self.publish(job.id)
+        call_hook(self.settings.on_failure, record)
 
     def _again(self, attempt: Attempt, error: Exception) -> None:
         """Trouble that may pass. Before the container it costs nothing."""
         _event("job-trouble", attempt.job, level=logging.WARNING, error=error)
         now = self.clock()
         self._remove(attempt)
-        if attempt.claimed.deferrals >= DEFERRALS_MAX:
+        if attempt.claimed.deferrals >= self.deferrals_max:
             self._give_up(attempt, "infra")
             return
         wait = min(DEFER_SECONDS * 2**attempt.claimed.deferrals, DEFER_MAX_SECONDS)
@@ -11119,7 +11853,7 @@ class Dispatcher:
             assert job.branch
             found = forge.find_request(job.repo, job.branch)
             if found and found.number == told.request.number:
-                marker = comment_marker(told.about.id, f"ended-{told.ending}")
+                marker = sibling_marker(told)
                 text = sibling_text(told, marker)
                 target = Target("pull_request", found.number)
                 forge.comment(job.repo, target, text, marker)
@@ -11171,12 +11905,16 @@ class Dispatcher:
 
 
 class Gate(NamedTuple):
-    """One rung: what it checks, the reasons it may refuse for, what is said then."""
+    """One rung: what it checks, the reasons it may refuse for, what is said then.
+
+    `serves` are the jobs it is there for: a local one has no forge to be asked.
+    """
 
     name: str
     check: Callable[[Dispatcher, Attempt], None]
     reasons: tuple[str, ...] = ()
     comment: str = "comment-not-started.md.j2"
+    serves: Literal["all", "forge", "local"] = "all"
 
 
 _CAPS = ("daily-token-cap", "scope-cap", "over-budget", "soft-hold")
@@ -11186,7 +11924,12 @@ _OVER_CAP = "comment-over-cap.md.j2"
 LADDER: tuple[Gate, ...] = (
     Gate("overlay", Dispatcher.check_overlay, ("settings-overlay-invalid",)),
     Gate("image", Dispatcher.check_image, ("job-image-missing",)),
-    Gate("forges", Dispatcher.check_forges, ("job-image-forge-unsupported",)),
+    Gate(
+        "forges",
+        Dispatcher.check_forges,
+        ("job-image-forge-unsupported",),
+        serves="forge",
+    ),
     Gate(
         "capabilities",
         Dispatcher.check_capabilities,
@@ -11198,8 +11941,15 @@ LADDER: tuple[Gate, ...] = (
         ("provider-unconfigured", "model-unknown"),
     ),
     Gate("gate image", Dispatcher.check_gate_image, ("gate-image-missing",)),
+    Gate("isolation", Dispatcher.check_isolation, ("engine-not-isolating",)),
     Gate("caps, a look", Dispatcher.check_caps, _CAPS, _OVER_CAP),
     Gate("session", Dispatcher.load_session, ("sessions-dir-unset",)),
+    Gate(
+        "folder",
+        Dispatcher.check_folder,
+        ("local-needs-local-engine", "folder-unusable", "dirty-tree", "flow-not-found"),
+        serves="local",
+    ),
     Gate(
         "protection",
         Dispatcher.check_protection,
@@ -11209,13 +11959,20 @@ LADDER: tuple[Gate, ...] = (
             "repository-unavailable",
             "unprotected-branch",
         ),
+        serves="forge",
     ),
-    Gate("token", Dispatcher.take_token, ("forge-token-unavailable",)),
+    Gate(
+        "token",
+        Dispatcher.take_token,
+        ("forge-token-unavailable",),
+        serves="forge",
+    ),
     Gate("box", Dispatcher.open_box),
     Gate(
         "workspace",
         Dispatcher.prepare,
         ("sha-gone", "flow-not-found", "repository-unavailable"),
+        serves="forge",
     ),
     Gate("flow", Dispatcher.find_skill, ("flow-not-found",)),
     Gate("caps, reserved", Dispatcher.reserve, _CAPS, _OVER_CAP),
@@ -11288,16 +12045,70 @@ def _refusal_notice(job: Job, refusal: Refused) -> Notice:
     return Notice("refused", text, marker)
 
 
+def sibling_marker(told: SiblingNotice) -> str:
+    """By the request that ended, not the run: a later set may have the same ones."""
+    assert told.about.request
+    number = told.about.request.number
+    return comment_marker(f"request-{number}", f"ended-{told.at}")
+
+
 def sibling_text(told: SiblingNotice, marker: str) -> str:
     """The comment on a request whose sibling's was merged or closed."""
     noun = FORGES[told.job.kind].request_noun
     return render("comment-sibling.md.j2", told=told, noun=noun, marker=marker)
 
 
-def _outcome_notice(job: Job, record: Record) -> Notice:
+def _end_notice(job: Job, record: Record, ended: BoxExit | None) -> Notice | None:
+    """What the forge is told of a job that had started; a local one has none."""
+    if job.local:
+        return None
+    if record.outcome == "completed":
+        result = ended.result if ended else None
+        return Notice("result", commits=result.commits if result else 0)
     marker = comment_marker(job.id, "ended")
     text = render("comment-ended.md.j2", job=job, record=record, marker=marker)
     return Notice("ended", text, marker)
+
+
+HOOK_SECONDS = 10.0
+#: All that a hook is given of our environment: no setting, so no secret.
+HOOK_INHERITS = ("PATH", "HOME", "LANG", "LC_ALL", "TZ")
+
+
+def call_hook(
+    program: Path | None, record: Record, seconds: float = HOOK_SECONDS
+) -> None:
+    """Tell PI_ON_FAILURE of a job that did not complete; its failure is only logged.
+
+    `program jobId outcome reason`, run without a shell and ended with all that it
+    started once its time is over.
+    """
+    import subprocess
+
+    if program is None or record.outcome == "completed":
+        return
+    given = {name: os.environ[name] for name in HOOK_INHERITS if name in os.environ}
+    try:
+        child = subprocess.Popen(
+            [str(program), record.jobId, record.outcome, record.reason or ""],
+            env=given,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        log_event("hook-failed", logging.WARNING, job=record.jobId, error=error)
+        return
+    try:
+        code: int | str = child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        code = "timeout"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    if code:
+        log_event("hook-failed", logging.WARNING, job=record.jobId, code=code)
 
 
 KEPT_FILES = ("branch.bundle", "review-request.md", "comment.md")
@@ -11388,6 +12199,17 @@ def _served(settings: Settings, job: Job) -> Forge:
     return forge
 
 
+def replay_by_hand(settings: Settings, outside: Outside, job_id: str) -> str:
+    """Make an ended job once more from its item as it reads now; the new job's id.
+
+    Raises `ConfigError` when it cannot be made again or its forge is not served,
+    and what the forge raises.
+    """
+    job = outside.replayable(job_id)
+    target = _served(settings, job).item(job.repo, job.target)
+    return outside.replay(msgspec.structs.replace(job, target=target))
+
+
 def _kept_text(folder: Path, name: str) -> str | None:
     path = folder / name
     return path.read_text("utf-8") if path.is_file() else None
@@ -11425,6 +12247,7 @@ class Workers:
         self.dispatcher, self.store = dispatcher, store
         self._adopted: list[tuple[Claimed, Box, float]] = []
         self._stopping = threading.Event()
+        self._was_full = False
         self._threads = [
             threading.Thread(target=self._work, name=f"worker-{i}", daemon=True)
             for i in range(1, concurrency + 1)
@@ -11470,14 +12293,30 @@ class Workers:
         with contextlib.suppress(IndexError):
             self.dispatcher.adopt(*self._adopted.pop())
             return True
+        if self._full():
+            return False
         claimed = self.store.claim(self.dispatcher.limits())
         if claimed is None:
             return False
         self.dispatcher.run(claimed)
         return True
 
+    def _full(self) -> bool:
+        """Whether the disk is too full for one more job; said when that changes."""
+        free = self.dispatcher.room()
+        full = free < DISK_FLOOR
+        if full != self._was_full:
+            self._was_full = full
+            level = logging.ERROR if full else logging.INFO
+            log_event("disk-low" if full else "disk-has-room", level, free=free)
+        return full
+
     def _tidy(self) -> None:
-        """Publish what is due, show that we live, and sweep hourly."""
+        """Look at the engine; publish what is due, show that we live, sweep hourly."""
+        try:
+            self.dispatcher.prove_isolation(self.dispatcher.settings)
+        except PidispatchError as error:  # each job will look again and be refused
+            log_event("isolation-not-proved", logging.ERROR, error=error)
         beaten = swept = -SWEEP_SECONDS
         while not self._stopping.wait(1.0):
             now = time.monotonic()
@@ -11492,6 +12331,114 @@ class Workers:
                     sweep_files(self.dispatcher.settings, time.time())
             except Exception as error:
                 log_event("janitor-trouble", logging.ERROR, error=error)
+
+
+def cron_ticks(on: On, after: float) -> Iterator[float]:
+    """The due times of a cron rule after a moment, ascending, unix seconds.
+
+    Each is given once: a time that a clock change skips comes at the first moment
+    behind the gap, one that it repeats comes the first time only (as Debian's cron
+    does for patterns of a fixed hour).
+    """
+    from datetime import datetime
+    from zoneinfo import ZoneInfo
+
+    from cronsim import CronSim
+
+    begin = datetime.fromtimestamp(after, ZoneInfo(on.tz or "UTC"))
+    last = after
+    for tick in CronSim(str(on.pattern), begin):
+        if tick.timestamp() > last:
+            last = tick.timestamp()
+            yield last
+
+
+def last_due(on: On, after: float, until: float) -> float | None:
+    """The latest due time after `after` and not after `until`.
+
+    Looked for in growing spans back from `until`, because of a rule that fires
+    every second a month may have been missed.
+    """
+    span = 60.0
+    while True:
+        begin = max(after, until - span)
+        due = list(itertools.takewhile(lambda t: t <= until, cron_ticks(on, begin)))
+        if due or begin == after:
+            return due[-1] if due else None
+        span *= 8
+
+
+class Cron:
+    """Fires cron rules: one job for a due time, and one for all that were missed.
+
+    `rules` is asked at every turn, so an edited file counts at once. What was dealt
+    with is remembered in the store: neither a restart nor a clock that steps back
+    fires anything twice.
+    """
+
+    TICK = 0.5
+
+    def __init__(
+        self,
+        store: Store,
+        rules: Callable[[], Sequence[Rule]],
+        clock: Clock = time.time,
+    ) -> None:
+        self.store, self.rules, self.clock = store, rules, clock
+        self._seen: dict[str, float] = {}
+        self._next: dict[str, float] = {}
+        self._known: Sequence[Rule] | None = None
+        self._turned = float("-inf")
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cron", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self.TICK):
+            try:
+                self.turn()
+            except Exception as error:  # the loop's edge
+                log_event("cron-trouble", logging.ERROR, error=error)
+
+    def turn(self) -> None:
+        """Fire what is due now."""
+        now, rules = self.clock(), self.rules()
+        if rules is not self._known or now < self._turned - DAY:
+            self._learn(rules)
+        self._turned = now
+        for rule in rules:
+            name = rule.on.id
+            if name is not None and now >= self._next[name]:
+                self._fire(rule, name, now)
+
+    def _learn(self, rules: Sequence[Rule]) -> None:
+        crons = {str(r.on.id): r.on for r in rules if r.on.type == "cron"}
+        wanted = {name: f"{on.tz or 'UTC'} {on.pattern}" for name, on in crons.items()}
+        self._seen = self.store.schedules(wanted)
+        self._next = {
+            name: self._after(crons[name], self._seen[name]) for name in crons
+        }
+        self._known = rules
+
+    @staticmethod
+    def _after(on: On, moment: float) -> float:
+        return next(cron_ticks(on, moment), float("inf"))
+
+    def _fire(self, rule: Rule, name: str, now: float) -> None:
+        due = last_due(rule.on, self._seen[name], now)
+        if due is not None:
+            job = cron_job(rule, int(due))
+            fired = self.store.fire(name, due, job)
+            _event("cron-fired" if fired else "cron-coalesced", job)
+            self._seen[name] = due
+        self._next[name] = self._after(rule.on, self._seen[name])
 
 
 def sweep_files(settings: Settings, now: float) -> None:
@@ -12621,6 +13568,151 @@ def set_up_logging(settings: Settings) -> None:
     log.propagate = False
 
 
+class Worker:
+    """Workers alone on one file, beside a `serve --no-worker` or after one.
+
+    `triggers` None: cron is off, and a file that `serve` refuses is never read.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        triggers: Path | None,
+        *,
+        engine: Engine | None = None,
+        clock: Clock = time.time,
+    ) -> None:
+        forges = forges_of(settings)
+        self.triggers = (
+            TriggersFile(triggers, forges, settings.providers) if triggers else None
+        )
+        self.limits = LimitsFile(settings)
+        self.store = Store(settings.db, clock)
+        self.engine = engine or DockerEngine(settings, self.store.instance())
+        dispatcher = Dispatcher(
+            settings,
+            self.store,
+            self.engine,
+            forges,
+            clock=clock,
+            limits=lambda: self.limits.value,
+        )
+        self.workers = Workers(dispatcher, self.store, settings.concurrency)
+        self.cron = Cron(self.store, self._rules, clock)
+
+    def _rules(self) -> Sequence[Rule]:
+        return self.triggers.rules if self.triggers else ()
+
+    def start(self) -> None:
+        """Raises `ConfigError` when another worker has the file."""
+        self.workers.start()
+        self.limits.watch(
+            lambda problem: self.store.set_limits(self.limits.value, problem)
+        )
+        if self.triggers:
+            self.triggers.watch(
+                lambda problem: self.store.set_flag("triggers-problem", problem)
+            )
+            self.cron.start()
+
+    def stop(self, *, end_jobs: bool = False) -> None:
+        self.cron.stop()
+        if self.triggers:
+            self.triggers.stop()
+        self.limits.stop()
+        self.workers.stop(end_jobs=end_jobs)
+        self.store.close()
+
+
+# -- one run of a folder --------------------------------------------------------
+
+
+class LocalRun:
+    """One `pidispatch run`, from its row to its record.
+
+    A worker that runs takes it. Without one it is run here, under the worker's
+    lock, and nothing else of the queue is; so a worker that leaves, and another
+    `run`, are no end of it either.
+    """
+
+    TICK = 0.2
+
+    def __init__(
+        self, settings: Settings, job: Job, *, engine: Engine | None = None
+    ) -> None:
+        self.settings, self.engine = settings, engine
+        self.limits = LimitsFile(settings)
+        self.store = Store(settings.db)
+        self.store.never_checkpoint()
+        if self.store.flag("paused"):
+            raise ConfigError("pidispatch is paused", "pidispatch resume")
+        self.job, self.new = self.store.admit_local(job)
+        self._thread: threading.Thread | None = None
+        self._lock: IO[str] | None = None
+
+    def wait(self, tell: Callable[[RunRow], None] = lambda row: None) -> Record:
+        """The record, once it is there; `tell` gets the row while it is not.
+
+        An interrupt cancels what runs here, and leaves what a worker runs to it.
+        """
+        while True:
+            row, record, _ = self.store.run(self.job)
+            tell(row)
+            if record is not None:
+                return record
+            if row.state == "queued":
+                self._take()
+            time.sleep(self.TICK)
+
+    @property
+    def here(self) -> bool:
+        """Whether this process runs it."""
+        return self._lock is not None
+
+    def cancel(self) -> None:
+        self.store.cancel(self.job)
+
+    def close(self) -> None:
+        """Lets go of the file. A run of ours goes on in its container if it must,
+        and the next worker adopts it."""
+        if self._lock:
+            self.dispatcher.leaving.set()
+        if self._thread:
+            self._thread.join(60)
+        if self._lock:
+            self._lock.close()
+        self.store.close()
+
+    def _take(self) -> None:
+        """Run it here when nobody else holds the file; at most one thread at it."""
+        if self._thread and self._thread.is_alive():
+            return
+        if self._lock is None:
+            try:
+                self._lock = worker_lock(self.store.path)
+            except ConfigError:
+                return
+            engine = self.engine or DockerEngine(self.settings, self.store.instance())
+            self.dispatcher = Dispatcher(
+                self.settings, self.store, engine, {}, limits=lambda: self.limits.value
+            )
+            self.dispatcher.deferrals_max = 0  # who waits is told at once
+        claimed = self.store.claim(self.limits.value, self.job)
+        if claimed:
+            run = self.dispatcher.run
+            self._thread = threading.Thread(target=run, args=(claimed,), daemon=True)
+            self._thread.start()
+        elif holder := self.store.holder(self.job):
+            self.cancel()
+            why = f"{holder} has the folder, and the worker that ran it is gone"
+            raise ConfigError(why, "start `pidispatch worker`, which collects it")
+
+
+def answer_of(settings: Settings, job: str) -> str | None:
+    """What a run's agent said to the operator, if it wrote anything."""
+    return _kept_text(kept_path(settings, job), "comment.md")
+
+
 # -- tables -------------------------------------------------------------------
 
 
@@ -12701,6 +13793,38 @@ class RunDetail(msgspec.Struct, frozen=True):
     run: RunRow
     record: Record | None
     siblings: list[RunRow]
+
+
+#: The exit code of `run` for each outcome: a policy end is the operator's to mend.
+RUN_EXITS: Mapping[str, int] = {"completed": 0, "failed": 1, "policy": 2}
+_RUN_FIXES = {
+    "dirty-tree": "commit or stash your changes, or allow them with --force",
+    "operator-cancel": "it was cancelled; what it had done is in the folder",
+}
+
+
+def local_run(folder: Path, task: str, flow: str, force: bool) -> Run:
+    """The rule of one `run`, by the same checks as a cron rule's fields."""
+    place = folder.expanduser().resolve()
+    given: dict[str, Any] = {"folder": str(place), "task": task, "flow": flow}
+    for name, value in given.items():
+        row = _RUN[name]
+        fault = row.why if not _fits(value, row.kind) else row.fault(value)
+        if fault:
+            shown = json.dumps(str(value)[:80])
+            raise ConfigError(f"{name} {shown} {fault}", "see `pidispatch run --help`")
+    return Run(kind=LOCAL, allowDirty=force or None, **given)
+
+
+def ended_text(record: Record, answer: str | None) -> str:
+    """How a local run ended, and its agent's own words."""
+    spent = f", {record.tokens.total:,} tokens" if record.tokens else ""
+    reason = f" ({record.reason})" if record.reason else ""
+    lines = [f"{record.jobId}: {record.outcome}{reason}{spent}"]
+    if fix := _RUN_FIXES.get(record.reason or ""):
+        lines.append(f"  fix: {fix}")
+    lines += ["", *answer.rstrip().split("\n")] if answer else []
+    return "\n".join(plain_text(line) for line in lines)
 
 
 def run_detail(detail: RunDetail) -> str:
@@ -12994,23 +14118,16 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
         "all replicas hold one operator token",
     ),
     (
+        lambda rule: rule.run.kind == LOCAL,
+        "it edits your own folder in place, its .git too; nothing undoes that",
+    ),
+    (
         lambda rule: rule.run.resume is True,
         "resume hands on what the run before saw and said: an injected one can "
         "shape the next",
     ),
     (lambda rule: True, "the model provider sees the code"),
 )
-
-#: What a rule may ask for and this version does not do; its jobs are refused as
-#: `not-in-this-version`, and cron rules do not fire.
-_RULES_NOT_YET: tuple[tuple[Callable[[Rule], bool], str], ...] = (
-    (lambda rule: rule.on.type == "cron", "cron rules do not fire"),
-)
-
-#: Settings that this version reads and does not act on, and how bad that is.
-SETTINGS_NOT_YET: Mapping[str, Literal["warn", "fail"]] = {
-    "on_failure": "warn",
-}
 
 
 def in_force(rule: Rule, settings: Settings) -> Rule:
@@ -13022,9 +14139,11 @@ def in_force(rule: Rule, settings: Settings) -> Rule:
     return msgspec.structs.replace(rule, run=run)
 
 
-def rule_limits(rule: Rule) -> list[str]:
-    """What this version does not do of a rule; empty when it does it all."""
-    return [f"in this version {what}" for holds, what in _RULES_NOT_YET if holds(rule)]
+#: Whose word starts a rule's jobs: of a forge's rule, of a cron rule.
+_TRUST = (
+    "started only on the word of someone the forge lets steer it",
+    "started by this machine's clock, one run a due time",
+)
 
 
 def rule_detail(rule: Rule) -> str:
@@ -13040,9 +14159,8 @@ def rule_detail(rule: Rule) -> str:
             f"caps, costs about {n} times the tokens and opens {n} review requests",
             "no replica's end cancels a sibling; a person compares and picks",
         ]
-    lines.append("trust: started only on the word of someone the forge lets steer it")
+    lines.append(f"trust: {_TRUST[rule.on.type == 'cron']}")
     lines += [f"note: {text}" for applies, text in _RULE_WARNINGS if applies(rule)]
-    lines += [f"not yet: {text}" for text in rule_limits(rule)]
     return "\n".join(plain_text(line) for line in lines)
 
 
@@ -13242,21 +14360,28 @@ def fault_checks(name: str, faults: Faults) -> list[Check]:
     ]
 
 
-def doctor(settings: Settings, triggers: Path) -> list[Check]:
+def doctor(settings: Settings, triggers: Path, clock: Clock = time.time) -> list[Check]:
     """Every check, in the order a newcomer would meet the faults."""
+    import requests
+
     checks: list[Check] = []
+    session, offsets = requests.Session(), list[float]()
+    session.hooks["response"] = [lambda r, **_: offsets.extend(_offset(r, clock()))]
     rules = _check_triggers(settings, triggers, checks)
     _check_replicas(settings, rules, checks)
     _check_caps(settings, checks)
-    _check_limits(settings, rules, checks)
     _check_sessions(settings, rules, checks)
     _check_git(checks)
-    _check_engine(settings, rules, checks)
-    settings = _check_polls(settings, checks)
-    _check_forges(settings, rules, checks)
+    _check_engine(settings, rules, checks, clock())
+    settings = _check_polls(settings, checks, session)
+    _check_forges(settings, rules, checks, session)
+    _check_clock(offsets, checks)
     _check_provider_keys(settings, rules, checks)
     _check_egress(settings, checks)
+    _check_hook(settings, checks)
     _check_store(settings, checks)
+    _check_service(settings, clock(), checks)
+    _check_disk(settings, checks)
     _check_modes(settings, checks)
     return checks
 
@@ -13383,37 +14508,43 @@ def _check_git(checks: list[Check]) -> None:
         checks.append(Check("git", "fail", error.message, error.fix))
 
 
-def _check_limits(
-    settings: Settings, rules: Sequence[Rule], checks: list[Check]
-) -> None:
-    """Name what was asked for and this version does not do."""
-    plain = Settings()
-    for name, state in SETTINGS_NOT_YET.items():
-        if getattr(settings, name) != getattr(plain, name):
-            variable = SETTINGS[name].variable
-            found = f"{variable} has no effect in this version"
-            checks.append(Check("settings", state, found, f"remove {variable}"))
-    for rule in rules:
-        for limit in rule_limits(rule):
-            found = f"triggers[{rule.index}]: {limit}"
-            checks.append(Check("triggers", "warn", found, "remove the rule"))
-
-
 def _check_engine(
-    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+    settings: Settings, rules: Sequence[Rule], checks: list[Check], now: float
 ) -> None:
-    engine = DockerEngine(settings, "doctor")
+    engine = DockerEngine(settings, _instance(settings))
     try:
         version = engine.api.version()
     except InfraError as error:
         checks.append(Check("engine", "fail", error.message, error.fix))
         return
-    where = f"{engine.api.base_url} Docker {version['Version']}"
+    where = f"{engine.endpoint}: Docker {version['Version']}"
     checks.append(Check("engine", "ok", f"{where}, API {version['ApiVersion']}"))
+    for name, look in (
+        ("engine", lambda: _check_images(engine, rules, checks)),
+        ("address pool", lambda: _check_pool(engine, checks)),
+        ("canary", lambda: _check_canary(engine, rules, checks)),
+        ("stale containers", lambda: _check_stale(settings, now, checks)),
+    ):
+        _looked(name, look, checks)
+
+
+def _looked(name: str, look: Callable[[], None], checks: list[Check]) -> None:
+    """A look at the engine; what goes wrong with it is that check's failure."""
     try:
-        _check_images(engine, rules, checks)
-    except InfraError as error:
-        checks.append(Check("engine", "fail", error.message, error.fix))
+        with engine_answers():
+            look()
+    except (InfraError, Refused) as error:
+        fix = error.fix or "see the engine's own log"
+        checks.append(Check(name, "fail", error.message, fix))
+
+
+def _instance(settings: Settings) -> str:
+    """What labels our objects: the database's own name, else the doctor's."""
+    found = None
+    if settings.db.exists():
+        with contextlib.suppress(PidispatchError):
+            found = Reader(settings.db).flag("instance")
+    return found or "doctor"
 
 
 def _check_images(
@@ -13475,10 +14606,179 @@ def _check_gate_image(engine: DockerEngine, tag: str, checks: list[Check]) -> No
         checks.append(Check("gate image", "ok", tag))
 
 
-def _check_forges(
-    settings: Settings, rules: Sequence[Rule], checks: list[Check]
+def _check_pool(engine: DockerEngine, checks: list[Check]) -> None:
+    """Every job takes a /28, and the gates' way out one more."""
+    free = engine.free_subnets()
+    pool, jobs = engine.settings.network_pool, engine.settings.concurrency
+    state: Literal["ok", "warn", "fail"] = "ok" if free > jobs else "warn"
+    found = f"{pool} has room for {free} jobs at a time"
+    fix = "name a larger or another range in PI_NETWORK_POOL"
+    checks.append(Check("address pool", state if free else "fail", found, fix))
+
+
+#: A name that no list holds and no resolver knows.
+_OUTSIDE = "not-listed.pidispatch.invalid:443"
+#: Where a style's list of models stands below its base URL (gate.py, STYLES).
+MODEL_LISTS = {
+    "anthropic-messages": "/v1/models",
+    "mistral-conversations": "/v1/models",
+    "openai-completions": "/models",
+    "openai-responses": "/models",
+    "google-generative-ai": "/models",
+}
+
+
+def _check_canary(
+    engine: DockerEngine, rules: Sequence[Rule], checks: list[Check]
 ) -> None:
-    served = forges_of(settings)
+    """A real box and a real gate: what is closed, what is open, what answers."""
+    image = engine.image(engine.settings.gate_image)
+    if image is None or "gate" not in image.capabilities:
+        return  # said by the line about the gate's image
+    settings = engine.settings
+    names = [n for n in providers_of(settings, rules) if n in settings.keys]
+    providers = [settings.providers[n] for n in names if n in settings.providers]
+    seen = canary(engine, image, _errand(settings, providers))
+    if settings.isolated:
+        checks.append(_host_check(seen))
+    if not seen.gate:
+        found = "it started and did not answer a box"
+        checks.append(Check("gate", "fail", found, "pidispatch build-image"))
+        return
+    checks += _outside_checks(seen.hosts)
+    checks += (_model_check(p, seen.models.get(p.name, Heard(0))) for p in providers)
+
+
+def _errand(settings: Settings, providers: Sequence[Provider]) -> Errand:
+    token = random_hex(32)
+    line = {
+        "token": token,
+        "providers": {
+            p.name: _gate_provider(p, {}, settings.keys[p.name]) for p in providers
+        },
+        "allow": list(settings.egress_allow),
+        "models": [],
+        "prices": {},
+        "budget": None,
+        "spent": 0,
+    }
+    outside = {p.name: outside_url(p.base_url) for p in providers}
+    return Errand(
+        line=json.dumps(line).encode(),
+        token=token,
+        models={
+            p.name: "/" + outside[p.name].split("://", 1)[1] + MODEL_LISTS[p.style]
+            for p in providers
+        },
+        hosts=(_OUTSIDE, *map(_with_port, settings.egress_allow[:_HOSTS_TRIED])),
+        loopback=any(outside[p.name] != p.base_url for p in providers),
+    )
+
+
+_HOSTS_TRIED = 7
+
+
+def _with_port(host: str) -> str:
+    return host if re.search(r":\d+$", host) else f"{host}:443"
+
+
+def _host_check(seen: Canary) -> Check:
+    if not seen.host:
+        found = "a box does not reach the engine's host"
+        return Check("isolation", "ok", found)
+    found, fix = NOT_ISOLATING
+    at = ", ".join(seen.host)
+    return Check("isolation", "fail", f"{found}; a box reached {at}", fix)
+
+
+def _outside_checks(hosts: Mapping[str, Heard]) -> Iterator[Check]:
+    for name, heard in hosts.items():
+        if name == _OUTSIDE:
+            found = f"starts; {name}, which is not listed, is"
+            if heard.status == 403:
+                yield Check("gate", "ok", f"{found} refused")
+            else:
+                fix = "pidispatch build-image, then pidispatch verify-image"
+                yield Check("gate", "fail", f"{found} NOT refused", fix)
+        elif heard.status == 200:
+            yield Check("egress", "ok", f"{name} is open through the gate")
+        else:
+            found = f"{name} is listed and does not open (HTTP {heard.status})"
+            fix = "correct PI_EGRESS_ALLOW, or see that the host is up"
+            yield Check("egress", "warn", found, fix)
+
+
+def _model_check(provider: Provider, heard: Heard) -> Check:
+    """Whether the model's endpoint answers through the gate, and takes the key."""
+    said = f"{provider.name} through the gate: HTTP {heard.status}"
+    if heard.ours or not heard.status:
+        found = f"{provider.name} does not answer through the gate"
+        fix = f"see whether {provider.base_url} answers on the engine's host"
+        if outside_url(provider.base_url) != provider.base_url:
+            found += "; a server that is bound to 127.0.0.1 is out of its reach"
+            fix = "let the model server listen on the engine's bridge, or on 0.0.0.0"
+        return Check("model", "fail", found, fix)
+    if heard.status in (401, 403):
+        fix = f"set {provider.key_variable} to a key that it takes"
+        return Check("model", "fail", f"{said}: it refuses the key", fix)
+    if heard.status == 429 or heard.status >= 500:
+        return Check("model", "warn", said, "try again later")
+    return Check("model", "ok", f"{provider.name} answers through the gate")
+
+
+def _stale(settings: Settings, now: float) -> Iterator[tuple[DockerEngine, str]]:
+    """Jobs that are over and still have a container; those of killed checks too."""
+    before = now - STALE_SECONDS
+    keep = frozenset[str]()
+    if (own := _instance(settings)) != "doctor":
+        keep = Reader(settings.db).open_jobs()
+    for instance in {own: keep, "doctor": keep, "verify-image": keep}:
+        engine = DockerEngine(settings, instance)
+        yield from ((engine, job) for job in engine.stale(keep, before))
+
+
+#: A container this old belongs to no check and to no record that is being written.
+STALE_SECONDS = 900
+
+
+def _check_stale(settings: Settings, now: float, checks: list[Check]) -> None:
+    jobs = [job for _, job in _stale(settings, now)]
+    if jobs:
+        found = f"of jobs that are over: {', '.join(jobs)}"
+        fix = "pidispatch doctor --fix removes them"
+        checks.append(Check("stale containers", "warn", found, fix))
+    else:
+        checks.append(Check("stale containers", "ok", "none"))
+
+
+def _offset(answer: requests.Response, now: float) -> Iterator[float]:
+    """Seconds that our clock is ahead of the one that stamped the answer."""
+    from email.utils import parsedate_to_datetime
+
+    with contextlib.suppress(ValueError):
+        yield now - parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
+
+
+def _check_clock(offsets: Sequence[float], checks: list[Check]) -> None:
+    """Tokens, windows and signed times of deliveries need the forge's time."""
+    if not offsets:
+        found = "not compared: no forge's API answered with its time"
+        checks.append(Check("clock", "ok", found))
+        return
+    offset = min(offsets, key=abs)
+    found = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} the forge"
+    off: Literal["ok", "warn", "fail"] = "fail" if abs(offset) > 300 else "warn"
+    state = "ok" if abs(offset) < 30 else off
+    checks.append(Check("clock", state, found, "set the machine's clock (NTP)"))
+
+
+def _check_forges(
+    settings: Settings,
+    rules: Sequence[Rule],
+    checks: list[Check],
+    session: requests.Session,
+) -> None:
+    served = forges_of(settings, session)
     for kind in sorted({r.run.kind for r in rules if r.run.kind in FORGES}):
         if kind not in served:
             found = f"rules name {kind}, which is not served"
@@ -13498,17 +14798,21 @@ def _check_forges(
             continue
         hint = _FORGE_CLASSES[kind].outage_hint
         checks.append(Check(kind, "ok", f"served; token works (id {own}); {hint}"))
-    if not served:
+    if not served and rules and all(rule.run.kind == LOCAL for rule in rules):
+        checks.append(Check("forges", "ok", "no rule needs one"))
+    elif not served:
         found = "no forge is served"
         names = " or ".join(FORGES[kind].secret_variable for kind in _FORGE_CLASSES)
         fix = f"set {names}, and what the README says of that forge"
         checks.append(Check("forges", "fail", found, fix))
 
 
-def _check_polls(settings: Settings, checks: list[Check]) -> Settings:
+def _check_polls(
+    settings: Settings, checks: list[Check], session: requests.Session
+) -> Settings:
     """Whether each repository can be read; returns settings without wrong ones."""
     try:
-        repos, served = polled_of(settings), forges_of(settings)
+        repos, served = polled_of(settings), forges_of(settings, session)
     except Faults as faults:
         checks.extend(fault_checks("polling", faults))
         return msgspec.structs.replace(settings, poll_repos=())
@@ -13522,11 +14826,19 @@ def _check_polls(settings: Settings, checks: list[Check]) -> Settings:
     return settings
 
 
+def providers_of(settings: Settings, rules: Sequence[Rule]) -> list[str]:
+    """Names of the providers that the settings and the rules ask for."""
+    asked = {settings.provider}
+    for run in (rule.run for rule in rules):
+        asked |= {run.provider or settings.provider}
+        asked |= {model.partition("/")[0] for model in run.replicaModels or ()}
+    return sorted(asked)
+
+
 def _check_provider_keys(
     settings: Settings, rules: Sequence[Rule], checks: list[Check]
 ) -> None:
-    names = {settings.provider, *(r.run.provider for r in rules if r.run.provider)}
-    for name in sorted(names):
+    for name in providers_of(settings, rules):
         provider = settings.providers.get(name)
         if provider is None:
             fix = "add it to PI_PROVIDERS_FILE"
@@ -13545,6 +14857,15 @@ def _check_egress(settings: Settings, checks: list[Check]) -> None:
     else:
         found = "PI_EGRESS=0: JOBS ARE NOT ISOLATED FROM THE NETWORK"
         checks.append(Check("egress", "warn", found, "remove PI_EGRESS"))
+
+
+def _check_hook(settings: Settings, checks: list[Check]) -> None:
+    import shutil
+
+    hook = settings.on_failure
+    if hook is not None and shutil.which(hook) is None:
+        found = f"PI_ON_FAILURE: {hook} is no program that can be started"
+        checks.append(Check("hook", "fail", found, "chmod +x it, or correct the path"))
 
 
 def _check_store(settings: Settings, checks: list[Check]) -> None:
@@ -13566,13 +14887,104 @@ def _check_store(settings: Settings, checks: list[Check]) -> None:
     if sqlite3.sqlite_version_info < (3, 51, 3):
         found = f"SQLite {sqlite3.sqlite_version}: only one process may checkpoint"
         checks.append(Check("sqlite", "ok", f"{found}, and only the worker does"))
+    wal = _suffixed(settings.db, "-wal")
+    size = wal.stat().st_size if wal.exists() else 0
+    if size > WAL_MOST:
+        found = f"{wal} has grown to {_bytes(size)}"
+        fix = "end what reads the database for long; a restarted `serve` shortens it"
+        checks.append(Check("wal", "warn", found, fix))
+
+
+#: Many times what the worker's own checkpoints (1,000 pages) leave there.
+WAL_MOST = 64 * 1024 * 1024
+
+
+def _suffixed(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _check_service(settings: Settings, now: float, checks: list[Check]) -> None:
+    """Whether a worker lives, by its heartbeat; and what waits for one."""
+    try:
+        status = Reader(settings.db).status(Caps(1, None, None, "UTC"), now)
+    except (PidispatchError, msgspec.MsgspecError):
+        return  # absent or damaged: said by the line about the store
+    age = None if status.heartbeat is None else now - status.heartbeat
+    waiting = sum(status.jobs.get(state, 0) for state in OPEN_STATES)
+    if age is not None and age < 4 * HEARTBEAT_SECONDS:
+        checks.append(Check("worker", "ok", f"works; seen {age:.0f} s ago"))
+        return
+    found = "none works on this database"
+    if status.heartbeat is not None:
+        found += f"; the last was seen at {iso(status.heartbeat)}"
+    if waiting:
+        found += f", and {waiting} jobs are open"
+    state: Literal["ok", "warn"] = "warn" if waiting else "ok"
+    checks.append(Check("worker", state, found, "start `pidispatch serve`"))
+
+
+#: Free bytes from which on there is nothing to say.
+DISK_PLENTY = 5 * 2**30
+
+
+def _check_disk(settings: Settings, checks: list[Check]) -> None:
+    """Room for the database, our files and the engine's; one line a file system."""
+    places = {"the database": settings.db, "PI_STATE_DIR": settings.state_dir}
+    with contextlib.suppress(InfraError):
+        engine = DockerEngine(settings, "doctor").disk()
+        places |= {"the engine": engine} if engine else {}
+    rooms: dict[int, list[str]] = {}
+    for name, path in places.items():
+        rooms.setdefault(free_bytes(path) // 2**20, []).append(name)
+    for free, names in rooms.items():
+        low: Literal["warn", "fail"] = "fail" if free < DISK_FLOOR / 2**20 else "warn"
+        state = "ok" if free >= DISK_PLENTY / 2**20 else low
+        found = f"{_bytes(free * 2**20)} free for {', '.join(names)}"
+        floor = _bytes(DISK_FLOOR)
+        fix = f"make room (`docker system df`): below {floor} no job starts"
+        checks.append(Check("disk", state, found, fix))
+
+
+def open_to_others(settings: Settings) -> list[Path]:
+    """Our files and directories that hold secrets and that others may use."""
+    db, files = settings.db, [Path(".env"), settings.db, settings.state_dir]
+    files += [_suffixed(db, "-wal"), _suffixed(db, "-shm")]
+    return [p for p in files if p.exists() and p.stat().st_mode & 0o077]
+
+
+def _closed(path: Path) -> int:
+    return path.stat().st_mode & 0o700
 
 
 def _check_modes(settings: Settings, checks: list[Check]) -> None:
-    for path in (Path(".env"), settings.db):
-        if path.exists() and path.stat().st_mode & 0o077:
-            found = f"{path} can be read by others"
-            checks.append(Check("modes", "warn", found, f"chmod 600 {path}"))
+    for path in open_to_others(settings):
+        found = f"{path} can be read by others"
+        checks.append(Check("modes", "warn", found, f"chmod {_closed(path):o} {path}"))
+
+
+def mend(settings: Settings, now: float) -> list[Check]:
+    """What `doctor --fix` may do: file modes, containers of ours that are over."""
+    done: list[Check] = []
+    for path in open_to_others(settings):
+        mode = _closed(path)
+        try:
+            path.chmod(mode)
+            done.append(Check("fixed", "ok", f"chmod {mode:o} {path}"))
+        except OSError as error:
+            found = f"chmod {mode:o} {path}: {error.strerror}"
+            done.append(Check("fixed", "fail", found, "do it as the file's owner"))
+    _looked("fixed", lambda: _remove_stale(settings, now, done), done)
+    return done
+
+
+def _remove_stale(settings: Settings, now: float, done: list[Check]) -> None:
+    for engine, job in list(_stale(settings, now)):
+        engine.remove_job(job)
+        done.append(Check("fixed", "ok", f"removed the containers of {job}"))
 
 
 # -- what --json prints -------------------------------------------------------
@@ -13621,6 +15033,7 @@ OUTPUTS: Mapping[str, Any] = {
     "show": RunDetail,
     "compare": Comparison,
     "status": Status,
+    "run": Record,
     "doctor": list[Check],
     "verify-image": list[Finding],
     "demo": DemoReport,
@@ -14161,6 +15574,7 @@ class Service:
             limits=lambda: self.limits.value,
         )
         self.workers = Workers(dispatcher, self.store, settings.concurrency)
+        self.cron = Cron(self.store, lambda: self.triggers.rules, clock)
         self.intake = Intake(
             forges=self.forges,
             triggers=self.triggers,
@@ -14177,6 +15591,7 @@ class Service:
     def start(self, *, worker: bool = True) -> None:
         if worker:
             self.workers.start()
+            self.cron.start()
             self._works = True
             self.limits.watch(
                 lambda problem: self.store.set_limits(self.limits.value, problem)
@@ -14200,6 +15615,7 @@ class Service:
         self.triggers.stop()
         self.limits.stop()
         if self._works:
+            self.cron.stop()
             self.workers.stop(end_jobs=end_jobs)
         self.store.close()
 
@@ -14332,24 +15748,89 @@ def serve(
     settings = polling(settings_of(db), poll)
     set_up_logging(settings)
     service = Service(settings, triggers_path(settings, triggers_file))
-    limits: list[Check] = []
-    _check_limits(settings, service.triggers.rules, limits)
-    for limit in limits:
-        log_event("not-in-this-version", logging.WARNING, what=limit.found)
+    asked = end_asked()
     service.start(worker=not no_worker)
+    crons = [r for r in service.triggers.rules if r.on.type == "cron"]
+    if crons and no_worker:
+        log_event("cron-off", logging.WARNING, what="cron rules fire in the worker")
     click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
     click.echo(f"panel on http://{settings.panel_bind}:{service.panel.port}/", err=True)
-    wait_for_signal()
+    asked.wait()
     service.stop(end_jobs=stop_jobs)
 
 
-def wait_for_signal() -> None:
-    import signal
+@main.command()
+@db_option
+@click.option("--stop-jobs", is_flag=True, help="On exit, end running jobs as well.")
+def worker(db: Path | None, stop_jobs: bool) -> None:
+    """Run jobs only. Cron needs PI_TRIGGERS_FILE; unset, no rules are read."""
+    settings = settings_of(db)
+    set_up_logging(settings)
+    labour = Worker(settings, settings.triggers_file)
+    asked = end_asked()
+    labour.start()
+    if settings.triggers_file is None:
+        log_event("cron-off", logging.WARNING, what="PI_TRIGGERS_FILE is not set")
+    click.echo(f"working on {plain_text(settings.db)}", err=True)
+    asked.wait()
+    labour.stop(end_jobs=stop_jobs)
 
+
+@main.command("run")
+@click.argument("folder", type=_path_type)
+@click.option("--task", required=True, help="What to do, in words.")
+@click.option("--flow", default="task", show_default=True, help="The skill to follow.")
+@click.option("--force", is_flag=True, help="Run although there are changes.")
+@db_option
+@json_option
+def run_command(
+    folder: Path, task: str, flow: str, force: bool, db: Path | None, as_json: bool
+) -> None:
+    """Run Pi once in a folder of yours, in place. Exit 0 only when it completed."""
+    settings = settings_of(db)
+    set_up_logging(settings)
+    log.setLevel(logging.WARNING)
+    local = LocalRun(
+        settings, local_job(local_run(folder, task, flow, force), time.time())
+    )
+    if not local.new:
+        click.echo(f"{local.job}: asked for in this very minute before", err=True)
+    try:
+        record = _attended(local)
+    finally:
+        local.close()
+    answer = answer_of(settings, local.job)
+    emit(record, lambda: ended_text(record, answer), as_json)
+    sys.exit(RUN_EXITS[record.outcome])
+
+
+def _attended(local: LocalRun) -> Record:
+    """Wait for the end; on a terminal, say what happens meanwhile."""
+    said: list[str] = []
+
+    def tell(row: RunRow) -> None:
+        if sys.stderr.isatty() and said[-1:] != [row.state]:
+            said.append(row.state)
+            click.echo(f"{row.id}: {row.state}", err=True)
+
+    try:
+        return local.wait(tell)
+    except KeyboardInterrupt:
+        if not local.here:
+            fix = (
+                f"see `pidispatch show {local.job}`, or `pidispatch cancel {local.job}`"
+            )
+            raise InfraError(f"{local.job} goes on in the worker", fix) from None
+        local.cancel()
+        return local.wait(tell)
+
+
+def end_asked() -> threading.Event:
+    """Set once we are told to end; also while we still start."""
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: asked.set())
-    asked.wait()
+    return asked
 
 
 _ENV_TEMPLATE = """\
@@ -14659,6 +16140,15 @@ def publish(job: str, branch: str | None, db: Path | None) -> None:
 
 
 @main.command()
+@click.argument("job")
+@db_option
+def replay(job: str, db: Path | None) -> None:
+    """Make an ended job once more, from its item as it reads now."""
+    settings = settings_of(db)
+    click.echo(replay_by_hand(settings, Outside(settings.db), job))
+
+
+@main.command()
 @click.argument("file", type=_path_type)
 @db_option
 def backup(file: Path, db: Path | None) -> None:
@@ -14695,15 +16185,21 @@ def service(manager: str, install: bool) -> None:
 @main.command("doctor")
 @triggers_option
 @db_option
+@click.option(
+    "--fix", is_flag=True, help="First mend file modes, remove stale containers."
+)
 @json_option
-def doctor_command(triggers_file: Path | None, db: Path | None, as_json: bool) -> None:
+def doctor_command(
+    triggers_file: Path | None, db: Path | None, fix: bool, as_json: bool
+) -> None:
     """Check what a run needs. Exit 1 when something is broken."""
     try:
         settings = settings_of(db)
     except Faults as faults:
         checks = fault_checks("settings", faults)
     else:
-        checks = doctor(settings, triggers_path(settings, triggers_file))
+        checks = mend(settings, time.time()) if fix else []
+        checks += doctor(settings, triggers_path(settings, triggers_file))
     emit(checks, lambda: checks_text(checks), as_json)
     if any(check.state == "fail" for check in checks):
         sys.exit(1)

@@ -207,6 +207,7 @@ class _Connection(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             return
         self.send_response_only(reply.status)
+        self.send_header("Date", self.date_time_string(self.server.clock()))
         for name, text in reply.headers.items():
             self.send_header(name, text)
         if reply.stream is not None:
@@ -238,9 +239,11 @@ class _Server(ThreadingHTTPServer):
         self,
         address: tuple[str, int],
         respond: Callable[[Request], Reply],
+        clock: Callable[[], float],
         tls: ssl.SSLContext | None,
     ) -> None:
         self.respond = respond
+        self.clock = clock
         self.open_sockets: set[socket.socket] = set()
         super().__init__(address, _Connection)
         if tls:  # shaken hands with in the connection's own thread
@@ -298,7 +301,9 @@ class FakeServer:
         self.stopping = threading.Event()
         self.lock = threading.RLock()
         self._faults: list[Fault] = []
-        self._server = _Server((host, port), self._respond, tls)
+        # not the clock itself: a test may set another
+        clocked = (self._respond, lambda: self.clock(), tls)
+        self._server = _Server((host, port), *clocked)
         self.host = host
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
@@ -5188,8 +5193,10 @@ class ProcessBox:
     def _command(self) -> list[str]:
         agent = f"{shlex.quote(sys.executable)} -I {shlex.quote(str(_OWN_FILE))} agent"
         command = [sys.executable, "-I", str(self._image / "runner.py"), "--pi", agent]
-        for name in ("job", "workspace", "outbox", "home", "rules"):
-            command += [f"--{name}", str(self.root / name)]
+        places = {n: self.root / n for n in ("job", "outbox", "home", "rules")}
+        places["workspace"] = self.spec.folder or self.root / "workspace"
+        for name, place in places.items():
+            command += [f"--{name}", str(place)]
         return command
 
     def _environment(self) -> dict[str, str]:
@@ -5268,6 +5275,8 @@ class ProcessBox:
 class ProcessEngine:
     """An engine without containers: every image exists and claims the demo's needs."""
 
+    local = True
+
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -5290,6 +5299,14 @@ class ProcessEngine:
 
     def sweep(self, keep: frozenset[str]) -> int:
         return 0
+
+    def isolates(self, proven: str | None) -> str | None:
+        """Its boxes are plain processes, and the demo says so: nothing to prove."""
+        return "process"
+
+    def disk(self) -> Path | None:
+        """Its boxes are folders beside the state, which is watched."""
+        return None
 
     def tail(self, job: str, lines: int) -> list[str]:
         logs = sorted(self.root.glob(f"{job}.*/runner.log"))

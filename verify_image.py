@@ -8,11 +8,17 @@ wrong usage. docs/job-image.md is generated from the table CHECKS.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import re
+import struct
 import sys
-from collections.abc import Callable, Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pidispatch
 from pidispatch import Finding
@@ -31,6 +37,37 @@ class Lie(Exception):
 
 class Skip(Exception):
     """The check does not apply to this image; the text says why."""
+
+
+def create(
+    engine: pidispatch.DockerEngine,
+    image: pidispatch.Image,
+    network: str,
+    instead: Sequence[str] = (),
+) -> str:
+    """A container under the job's flags; `instead` replaces the entrypoint."""
+    api = engine.api
+    options = pidispatch.job_options(engine.settings, image, engine.cpus)
+    made: dict[str, str] = api.create_container(
+        image.id,
+        list(instead[1:]) or None,
+        entrypoint=list(instead[:1]) or None,
+        labels=engine.labels("verify-image", 0, "verify"),
+        user=f"{image.uid}:{image.gid}",
+        environment={"HOME": "/home/pi", "PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
+        volumes=["/job", "/workspace", "/outbox"],
+        host_config=api.create_host_config(network_mode=network, **options),
+        use_config_proxy=False,
+    )
+    return made["Id"]
+
+
+class Ran(NamedTuple):
+    """How a job's container ended, what it printed, the bundle it left."""
+
+    code: int
+    lines: list[str]
+    bundle: bytes | None
 
 
 @dataclass
@@ -55,6 +92,26 @@ class Probe:
         if code:
             raise Lie(f"{why} (`{' '.join(command)}` exits {code}: {output[:200]})")
         return output
+
+    def job(self, inputs: Mapping[str, bytes | Path], serving: str) -> Ran:
+        """One job by the image's own entrypoint, with `serving` beside it as its gate.
+
+        It shares the probe's network, which is loopback alone.
+        """
+        api = self.engine.api
+        script = api.exec_create(self.container, ["python3", "-c", serving])
+        api.exec_start(script["Id"], detach=True)  # the runner waits for it
+        made = create(self.engine, self.image, f"container:{self.container}")
+        try:
+            with pidispatch.tar_of(inputs) as tar:
+                api.put_archive(made, "/job", tar)
+            api.start(made)
+            code = api.wait(made, timeout=RUN_SECONDS + 30)["StatusCode"]
+            lines = api.logs(made, stderr=False).decode("utf-8", "replace")
+            bundle = self.engine.read_file(made, "/outbox/branch.bundle", 2**20)
+            return Ran(code, lines.splitlines(), bundle)
+        finally:
+            api.remove_container(made, force=True, v=True)
 
     @property
     def rules(self) -> str:
@@ -135,6 +192,8 @@ def check_agent_dir(probe: Probe) -> str:
         " /outbox/.probe /tmp/.probe",
         why="the agent's directories cannot be written",
     )
+    if probe.run("touch", "/outbox/.other", user="4321:4321")[0]:
+        raise Lie("a local job, which has its folder's owner, could not write /outbox")
     return "agent dir, /workspace, /outbox, /tmp"
 
 
@@ -316,6 +375,113 @@ def check_forges(probe: Probe) -> str:
     return ", ".join(sorted(probe.image.forges))
 
 
+RUN_SECONDS = 60
+_GATE_PORT = 8099
+_TOKEN = "probe-token"
+
+#: A gate and its model: first the agent is told to commit a file, then it is done.
+_SCRIPTED = """
+import http.server, json
+class Model(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        first = all(said["role"] != "assistant" for said in asked["messages"])
+        command = "echo done > probe && git add probe && git commit -qm probe"
+        call = {"index": 0, "id": "call_0", "type": "function", "function":
+            {"name": "bash", "arguments": json.dumps({"command": command})}}
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        delta = {"role": "assistant", "content": "Done.", "tool_calls": [call] * first}
+        self.tell([{"index": 0, "delta": delta, "finish_reason": None}])
+        finish = "tool_calls" if first else "stop"
+        self.tell([{"index": 0, "delta": {}, "finish_reason": finish}])
+        usage = {"prompt_tokens": 10, "completion_tokens": 1, "total_tokens": 11}
+        self.tell([], usage=usage)
+        self.wfile.write(b"data: [DONE]\\n\\n")
+    def tell(self, choices, **more):
+        head = {"id": "x", "object": "chat.completion.chunk", "model": "m"}
+        line = json.dumps({**head, "choices": choices, **more})
+        self.wfile.write(f"data: {line}\\n\\n".encode())
+    def log_message(self, *args):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", PORT), Model).serve_forever()
+""".replace("PORT", str(_GATE_PORT))
+
+
+def tiny_pack() -> tuple[str, bytes]:
+    """A commit of one empty tree: its id, and a git pack (version 2) that holds both.
+
+    Made by hand, so that the check needs no git on this side.
+    """
+    tree = hashlib.sha1(b"tree 0\0").hexdigest()
+    person = "probe <probe@localhost> 1700000000 +0000"
+    commit = f"tree {tree}\nauthor {person}\ncommitter {person}\n\nBase\n".encode()
+    pack = struct.pack(">4sII", b"PACK", 2, 2)
+    for kind, content in ((1, commit), (2, b"")):
+        size = len(content)
+        first = kind << 4 | size & 15
+        more = bytes([first | 0x80, size >> 4]) if size > 15 else bytes([first])
+        pack += more + zlib.compress(content)
+    name = hashlib.sha1(f"commit {len(commit)}\0".encode() + commit).hexdigest()
+    return name, pack + hashlib.sha1(pack).digest()
+
+
+def scripted_job(now: float) -> dict[str, bytes | Path]:
+    """The inputs of a job on an issue whose model is `_SCRIPTED`."""
+    base, pack = tiny_pack()
+    url = f"http://127.0.0.1:{_GATE_PORT}"
+    style = {"api": "openai-completions", "models": [{"id": "m"}]}
+    row = {"baseUrl": f"{url}/v1", "apiKey": _TOKEN, **style}
+    job = {
+        "version": pidispatch.JOB_FILE_VERSION,
+        "jobId": "verify-image",
+        "attempt": 1,
+        "target": {"type": "issue", "number": 1},
+        "base": base,
+        "branch": "pi/probe",
+        "requestRef": None,
+        "requestSha": None,
+        "flow": "probe",
+        "provider": "probe",
+        "model": "m",
+        "gate": {"url": url, "token": _TOKEN},
+        "models": {"providers": {"probe": row}},
+        "maxTurns": 5,
+        "maxTokens": None,
+        "deadline": int(now) + RUN_SECONDS,
+        "excludeTools": [],
+        "forkJoin": False,
+        "publish": "host",
+        "session": None,
+        "git": {"name": "probe", "email": "probe@localhost"},
+    }
+    return {
+        "job.json": json.dumps(job).encode(),
+        "prompt.md": b"Commit a file.\n",
+        "event.json": b"{}",
+        "skill/probe/SKILL.md": b"---\nname: probe\ndescription: A probe.\n---\n",
+        "base.pack": pack,
+        "shallow": b"",
+    }
+
+
+def check_run(probe: Probe) -> str:
+    """A job from its inputs to its bundle and its result line, and no network."""
+    ran = probe.job(scripted_job(time.time()), _SCRIPTED)
+    result = pidispatch.result_of(ran.lines)
+    if result is None:
+        last = (ran.lines or ["nothing"])[-1]
+        raise Lie(f"a job exits {ran.code} without its result line: {last[:200]}")
+    if ran.code or result.code or not ran.bundle:
+        why = result.reason or "no bundle"
+        raise Lie(f"a job of two scripted turns exits {ran.code}: {why}")
+    return f"{result.turns} turns, a commit, a bundle and the result line"
+
+
 #: Name, what an image author must do, and the check.
 CHECKS: tuple[tuple[str, str, Callable[[Probe], str]], ...] = (
     ("entrypoint", "ENTRYPOINT is the runner, exactly", check_entrypoint),
@@ -325,7 +491,11 @@ CHECKS: tuple[tuple[str, str, Callable[[Probe], str]], ...] = (
     ("owner", "/opt/pi-dispatch belongs to root, read-only", check_guardrails_owned),
     ("powers", "a process has no capability", check_powers),
     ("root", "nothing needs a writable root", check_read_only),
-    ("directories", "home, workspace, outbox, tmp are writable", check_agent_dir),
+    (
+        "directories",
+        "home, workspace, tmp are writable, outbox for any user",
+        check_agent_dir,
+    ),
     ("rules", "HARD_RULES.md carries the sentinel", check_rules),
     ("capabilities", "only known capabilities are claimed", check_known),
     ("replicas", "the rules leave the branch to the prompt", check_replicas),
@@ -333,6 +503,7 @@ CHECKS: tuple[tuple[str, str, Callable[[Probe], str]], ...] = (
     ("forkJoin", "pi registers fork_join from the extension", check_fork_join),
     ("excludeTools", "excluded tools are not offered", check_exclude_tools),
     ("forges", "the CLI of each named forge is there", check_forges),
+    ("run", "a scripted job ends with a bundle and its result line", check_run),
 )
 
 
@@ -343,25 +514,13 @@ def probing(engine: pidispatch.DockerEngine, tag: str) -> Iterator[Probe | None]
     if image is None:
         yield None
         return
-    api = engine.api
-    settings = engine.settings
-    options = pidispatch.job_options(settings, image, engine.cpus)
-    made = api.create_container(
-        image.id,
-        entrypoint=["sleep"],
-        command=["600"],
-        labels=engine.labels("verify-image", 0, "verify"),
-        environment={"HOME": "/home/pi", "PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
-        volumes=["/job", "/workspace", "/outbox"],
-        host_config=api.create_host_config(network_mode="none", **options),
-        use_config_proxy=False,
-    )
+    made = create(engine, image, "none", ["sleep", "600"])
     try:
-        api.start(made["Id"])
-        facts = api.inspect_image(tag)  # type: ignore[no-untyped-call]
-        yield Probe(engine, image, facts, made["Id"])
+        engine.api.start(made)
+        facts = engine.api.inspect_image(tag)  # type: ignore[no-untyped-call]
+        yield Probe(engine, image, facts, made)
     finally:
-        api.remove_container(made["Id"], force=True, v=True)
+        engine.api.remove_container(made, force=True, v=True)
 
 
 def findings(tag: str) -> Iterator[Finding]:
@@ -372,8 +531,18 @@ def findings(tag: str) -> Iterator[Finding]:
             yield Finding("present", "lie", f"{tag} is not on this machine")
             return
         yield Finding("present", "ok", probe.image.id)
+        lied = False
         for name, _, check in CHECKS:
-            yield _found(name, check, probe)
+            if lied and name in SLOW:
+                yield Finding(name, "note", "not tried: this image lies already")
+                continue
+            finding = _found(name, check, probe)
+            lied |= finding.state == "lie"
+            yield finding
+
+
+#: Checks that start pi; an image that has lied is not worth their seconds.
+SLOW = ("forkJoin", "excludeTools", "run")
 
 
 def _found(name: str, check: Callable[[Probe], str], probe: Probe) -> Finding:

@@ -6,16 +6,19 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 import click
 import pytest
@@ -311,8 +314,14 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         "PI_BIND": "127.0.0.1",
         "PI_PORT": "0",
         "PI_PANEL_PORT": "0",
-        "PI_ON_FAILURE": "x",
     }
+    (folder / ".git").mkdir()
+    (folder / ".git/HEAD").write_text("ref: refs/heads/main\n")
+    rule = {
+        "on": {"type": "cron", "id": "n", "pattern": "0 3 * * *"},
+        "run": {"kind": "local", "flow": "task", "folder": str(folder), "task": "x"},
+    }
+    (folder / "triggers.json").write_text(json.dumps({"triggers": [rule]}))
     argv = [sys.executable, str(ROOT / "pidispatch.py"), "serve", "--no-worker"]
     with subprocess.Popen(
         argv, stderr=subprocess.PIPE, env={**os.environ, **environ}, text=True
@@ -331,8 +340,8 @@ def test_serve_answers_says_what_it_cannot_do_and_ends_on_a_signal(
         told += serving.stderr.readlines()
         assert serving.wait(20) == 0, told
     events = [json.loads(line) for line in told if line.startswith("{")]
-    assert events[0]["event"] == "not-in-this-version"
-    assert "PI_ON_FAILURE" in events[0]["what"]
+    off = [event for event in events if event["event"] == "cron-off"]
+    assert [event["what"] for event in off] == ["cron rules fire in the worker"]
     assert "canary-secret" not in "".join(told)
 
 
@@ -700,7 +709,8 @@ def test_a_write_that_the_file_does_not_take_is_an_error_of_the_machine(
 
 class PaperEngine(ThreadingHTTPServer):
     """As much of the Docker API as doctor and logs ask for. `images` maps a tag to
-    its labels; `log` is what a container printed; `broken` fails every request."""
+    its labels; `log` is what a container printed; `broken` fails every request;
+    `rows` are the containers and `subnets` those of its networks."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _PaperPage)
@@ -708,6 +718,19 @@ class PaperEngine(ThreadingHTTPServer):
         self.images: dict[str, dict[str, str]] = {"pi-job:latest": claims}
         self.log = b""
         self.broken = False
+        self.rows: list[dict[str, Any]] = []
+        self.subnets: list[str] = []
+        self.seen = SOUND
+
+    def containers(self, query: str) -> list[dict[str, Any]]:
+        """Those that have every label a filter names."""
+        wanted = json.loads(parse_qs(query)["filters"][0])["label"]
+        labels = [dict([label.split("=", 1)]) for label in wanted]
+        return [
+            r
+            for r in self.rows
+            if all(x.items() <= r["Labels"].items() for x in labels)
+        ]
 
     @property
     def url(self) -> str:
@@ -715,11 +738,19 @@ class PaperEngine(ThreadingHTTPServer):
 
     def answer(self, path: str) -> tuple[int, bytes]:
         """The status and the body of a GET."""
+        path, _, query = path.partition("?")
         if path.endswith("/version"):
             facts: Any = {"Version": "99", "ApiVersion": "1.41"}
             return 200, json.dumps(facts).encode()
         if self.broken:
             return 500, b'{"message": "no space left"}'
+        if path.endswith("/containers/json"):
+            return 200, json.dumps(self.containers(query)).encode()
+        if path.endswith("/networks"):
+            configs = [{"Config": [{"Subnet": subnet}]} for subnet in self.subnets]
+            return 200, json.dumps([{"IPAM": config} for config in configs]).encode()
+        if path.endswith("/volumes"):
+            return 200, b'{"Volumes": null}'
         found = re.search(r"/images/(.+)/json$", path)
         if found and found[1] in self.images:
             labels = self.images[found[1]]
@@ -742,8 +773,31 @@ class _PaperPage(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def do_DELETE(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.rows[:] = [r for r in self.server.rows if r["Id"] not in path]
+        self.send_response(204)
+        self.end_headers()
+
     def log_message(self, *_: Any) -> None:
         """Silence."""
+
+
+#: What a canary sees where all is right; a real engine has its own test.
+SOUND = pidispatch.Canary(
+    (),
+    True,
+    {"anthropic": pidispatch.Heard(200)},
+    {pidispatch._OUTSIDE: pidispatch.Heard(403)},
+)
+
+
+class Room(NamedTuple):
+    """What `shutil.disk_usage` says."""
+
+    total: int
+    used: int
+    free: int
 
 
 @pytest.fixture
@@ -763,8 +817,12 @@ def forge() -> Iterator[demo.FakeGitHub]:
 
 
 @pytest.fixture
-def well(paper: PaperEngine, forge: demo.FakeGitHub) -> dict[str, str]:
+def well(
+    paper: PaperEngine, forge: demo.FakeGitHub, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
     """The environment of a machine on which nothing is wrong."""
+    monkeypatch.setattr(pidispatch, "canary", lambda *_: paper.seen)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Room(2**40, 0, 2**40))
     return {
         "DOCKER_HOST": paper.url,
         "WEBHOOK_SECRET": "canary-secret",
@@ -784,8 +842,10 @@ def test_logs_shows_what_a_box_says_and_lets_none_of_it_act(
 
 
 def test_doctor_finds_nothing_wrong_on_a_machine_that_is_ready(
-    well: dict[str, str], queue: str
+    well: dict[str, str], queue: str, store: pidispatch.Store
 ) -> None:
+    store.clock = time.time
+    store.beat()
     result = cli("doctor", "--db", queue, **well)
     assert result.exit_code == 0, result.output
     assert "✗" not in result.output
@@ -813,7 +873,7 @@ FAULTS: list[tuple[str, dict[str, str | None], str]] = [
     ("bad rules", {}, "✗ triggers: triggers.json: line 1, column 1: not JSON"),
     ("no rule", {}, "⚠ triggers: 0 rules"),
     ("other forge", {}, "✗ gitlab: rules name gitlab, which is not served"),
-    ("not yet", {}, "⚠ triggers: triggers[1]: in this version publish: agent is"),
+    ("no CLI", {}, "✗ job image: publish: agent on github with pi-job:latest"),
     ("no sessions", {}, "✗ sessions: triggers[1]: `resume` without PI_SESSIONS_DIR"),
     ("no secret", {"WEBHOOK_SECRET": None}, "✗ forges: no forge is served"),
     ("no token", {"GITHUB_PAT": None}, "✗ github: deliveries are taken, but there is"),
@@ -837,7 +897,7 @@ FAULTS: list[tuple[str, dict[str, str | None], str]] = [
         {"PI_SETTINGS_FILE": "triggers.json"},
         "✗ overlay: triggers.json: ",
     ),
-    ("void setting", {"PI_ON_FAILURE": "x"}, "⚠ settings: PI_ON_FAILURE has no effect"),
+    ("no hook", {"PI_ON_FAILURE": "x"}, "✗ hook: PI_ON_FAILURE: x is no program"),
     ("bad setting", {"PI_PORT": "x"}, '✗ settings: settings: PI_PORT="x"'),
     ("bad database", {"PI_DB": "triggers.json"}, "✗ store: triggers.json: the data"),
     ("open secrets", {}, "⚠ modes: .env can be read by others"),
@@ -849,7 +909,7 @@ def spoil(name: str, folder: Path, paper: PaperEngine) -> None:
     rules: dict[str, Any] = {
         "no rule": [],
         "other forge": [*RULES, GITLAB],
-        "not yet": [*RULES, {**RULES[0], "run": {**RUN, "publish": "agent"}}],
+        "no CLI": [*RULES, {**RULES[0], "run": {**RUN, "publish": "agent"}}],
         "no sessions": [*RULES, {**RULES[0], "run": {**RUN, "resume": True}}],
     }
     if name in rules:

@@ -234,6 +234,9 @@ class FakeEngine:
     ends: threading.Event = field(default_factory=threading.Event)
     models: dict[str, Any] = field(default_factory=dict)
     gate_stands: bool = True
+    local: bool = True
+    isolation: str | None = "proved"
+    looks: int = 0
     transcript: bytes | None = None
     waited: Callable[[], object] = lambda: None
 
@@ -249,6 +252,13 @@ class FakeEngine:
 
     def adopt(self, job: str) -> pidispatch.Box | None:
         return self.running.get(job)
+
+    def isolates(self, proven: str | None) -> str | None:
+        self.looks += proven is None or proven != self.isolation
+        return self.isolation
+
+    def disk(self) -> Path | None:
+        return None
 
     def sweep(self, keep: frozenset[str]) -> int:
         self.log.append(f"sweep {sorted(keep)}")
@@ -608,6 +618,11 @@ SCENES: dict[str, dict[str, Scene]] = {
         "model-unknown": Scene(no_models),
     },
     "gate image": {"gate-image-missing": Scene.cap(gate_image="other")},
+    "isolation": {
+        "engine-not-isolating": Scene(
+            lambda bench, patch: patch.setattr(bench.engine, "isolation", None)
+        )
+    },
     "caps, a look": CAP_SCENES,
     "session": {"sessions-dir-unset": Scene(run={"resume": True})},
     "protection": {
@@ -627,15 +642,19 @@ SCENES: dict[str, dict[str, Scene]] = {
 }
 
 
+#: The gates of a forge's job; test_local.py has the one that is a folder's.
+FORGE_LADDER = [gate for gate in pidispatch.LADDER if gate.serves != "local"]
+
+
 def test_every_reason_of_every_gate_has_its_scene() -> None:
     assert {name: sorted(scenes) for name, scenes in SCENES.items()} == {
-        gate.name: sorted(gate.reasons) for gate in pidispatch.LADDER
+        gate.name: sorted(gate.reasons) for gate in FORGE_LADDER
     }
 
 
 @pytest.mark.parametrize(
     ("gate", "reason"),
-    [(gate, reason) for gate in pidispatch.LADDER for reason in gate.reasons],
+    [(gate, reason) for gate in FORGE_LADDER for reason in gate.reasons],
     ids=lambda part: part if isinstance(part, str) else part.name,
 )
 def test_a_gates_refusal_is_recorded_said_once_for_the_set_and_never_retried(
@@ -1045,8 +1064,10 @@ def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
         "capabilities",
         "provider",
         "gate image",
+        "isolation",
         "caps, a look",
         "session",
+        "folder",
         "protection",
         "token",
         "box",
@@ -1054,6 +1075,93 @@ def test_every_gate_of_the_ladder_stands_in_its_order() -> None:
         "flow",
         "caps, reserved",
     ]
+    apart = {gate.name: gate.serves for gate in pidispatch.LADDER}
+    assert {name for name, jobs in apart.items() if jobs == "local"} == {"folder"}
+    assert {name for name, jobs in apart.items() if jobs == "forge"} == {
+        "forges",
+        "protection",
+        "token",
+        "workspace",
+    }
+
+
+def test_the_engine_is_looked_at_once_and_again_only_when_it_is_another(
+    bench: Bench,
+) -> None:
+    """40-box: the host-reach canary runs once an engine; the answer is kept."""
+    settings = bench.dispatcher.settings
+    bench.dispatcher.prove_isolation(settings)
+    bench.dispatcher.prove_isolation(settings)
+    assert (bench.engine.looks, bench.store.flag("isolation")) == (1, "proved")
+    bench.dispatcher._isolates = False  # as after a restart
+    bench.dispatcher.prove_isolation(settings)
+    assert bench.engine.looks == 1
+    bench.dispatcher._isolates = False
+    bench.engine.isolation = "another"
+    bench.dispatcher.prove_isolation(settings)
+    assert (bench.engine.looks, bench.store.flag("isolation")) == (2, "another")
+
+
+def test_an_engine_that_leaves_the_host_reachable_runs_only_with_egress_open(
+    bench: Bench,
+) -> None:
+    bench.engine.isolation = None
+    [row] = bench.run()
+    assert (row.state, row.reason) == ("policy", "engine-not-isolating")
+    assert bench.store.flag("isolation") is None, "a bad answer is asked for again"
+    bench.change(egress="0")
+    bench.clock.pass_(pidispatch.WINDOW_SECONDS)
+    bench.engine.exits.append(OK)
+    newest, _ = bench.run()
+    assert newest.state == "completed"
+
+
+def test_no_job_starts_on_a_disk_that_is_nearly_full_and_all_do_when_there_is_room(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """30-jobs: volumes have no quota, so free disk is watched; a job only waits."""
+    free = pidispatch.DISK_FLOOR - 1
+    bench.dispatcher.free = lambda path: free
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    bench.maker.admit(bench.store)
+    assert not pool._one()
+    assert not pool._one()
+    assert [row.state for row in bench.store.runs(9)] == ["queued"]
+    assert caplog.text.count("disk-low") == 1, "said once"
+    free = pidispatch.DISK_FLOOR
+    bench.engine.exits.append(OK)
+    assert pool._one()
+    assert [row.state for row in bench.store.runs(9)] == ["completed"]
+
+
+def test_the_newest_job_is_stopped_before_the_disk_is_full_and_older_ones_go_on(
+    bench: Bench,
+) -> None:
+    bench.dispatcher.free = lambda path: pidispatch.DISK_STOP - 1
+    bench.maker.admit(bench.store, 2)
+    one, two = bench.store.claim(), bench.store.claim()
+    assert one and two
+    old, new = (
+        pidispatch.Attempt(claimed, bench.dispatcher.settings, "", started_at=at)
+        for claimed, at in ((one, bench.clock() - 9), (two, bench.clock()))
+    )
+    for attempt in (old, new):
+        bench.dispatcher._attended[attempt.job.id] = attempt.started_at or 0.0
+    assert bench.dispatcher._stop_reason(old) is None
+    assert bench.dispatcher._stop_reason(new) == "disk-low"
+    bench.dispatcher.free = lambda path: pidispatch.DISK_STOP
+    assert bench.dispatcher._stop_reason(new) is None
+
+
+def test_the_start_of_a_worker_says_that_the_engine_does_not_isolate(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.engine.isolation = None
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    pool._stopping.set()
+    pool._tidy()
+    assert "isolation-not-proved" in caplog.text
+    assert bench.engine.looks == 1
 
 
 def test_an_engine_that_is_away_is_waited_for_and_the_run_is_not_lost(

@@ -493,7 +493,7 @@ def test_a_boxs_log_is_bounded_by_the_engine(runs: dict[str, Run]) -> None:
 
 def test_every_reason_of_an_ended_run_is_here() -> None:
     """But for those that other files drive with a box, or that need a fault of ours."""
-    elsewhere = {"outbox-refused", "internal-error"}
+    elsewhere = {"outbox-refused", "internal-error", "disk-low"}
     assert {row.reason for row in ALL.values()} - {None} == (
         set(pidispatch.END_REASONS) - elsewhere
     )

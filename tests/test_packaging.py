@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 import pidispatch
 
 #: The README says so; a wheel that outgrows it has taken something in by mistake.
-WHEEL_BYTES = 300_000
+WHEEL_BYTES = 400_000
 NOT_SHIPPED = {"node_modules", "__pycache__", "test", "package-lock.json"}
 NOT_SHIPPED |= {"run-tests.sh", "tsconfig.json"}
 
@@ -93,7 +93,9 @@ def python(place: Path, cwd: Path, *arguments: str, **environ: str) -> str:
 
 def test_the_wheel_holds_what_is_needed_and_no_litter(wheel: Path) -> None:
     assert wheel.stat().st_size < WHEEL_BYTES
-    assert "smaller than 300 kB" in (ROOT / "README.md").read_text("utf-8")
+    assert f"smaller than {WHEEL_BYTES // 1000} kB" in (ROOT / "README.md").read_text(
+        "utf-8"
+    )
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {"pidispatch.py", "pidispatch_demo.py", "verify_image.py"}
     for folder in ("templates", "image", "docs/schemas"):

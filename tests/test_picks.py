@@ -203,10 +203,10 @@ def test_a_forge_that_is_down_is_told_later_and_once(tmp_path: Path) -> None:
 # -- the store -------------------------------------------------------------------
 
 
-def published(store: Store, maker: Maker, replicas: int = 2) -> list[str]:
-    """A set whose replicas 1, 2, … have the requests 11, 12, …"""
-    jobs = maker.admit(store, replicas).jobs
-    for n, job in enumerate(jobs, 11):
+def published(store: Store, maker: Maker, first: int = 11) -> list[str]:
+    """A set whose replicas 1 and 2 have the requests 11 and 12, or from `first` on."""
+    jobs = maker.admit(store, 2).jobs
+    for n, job in enumerate(jobs, first):
         publish(store, job, n)
     return list(jobs)
 
@@ -215,8 +215,8 @@ def publish(store: Store, job: str, n: int) -> None:
     claimed = store.claim()
     assert claimed and claimed.job.id == job
     store.start(claimed, pidispatch.Caps(None, None, None, "UTC"))
-    model = {"model": f"m{n}"}
-    store.finish(claimed, record_of(claimed, **model), pidispatch.Notice("result"))
+    record = record_of(claimed, model=f"m{claimed.job.replica}")
+    store.finish(claimed, record, pidispatch.Notice("result"))
     store.published(job, pidispatch.Request(n, f"https://host/pull/{n}"))
 
 
@@ -306,16 +306,39 @@ def test_a_reopening_takes_back_what_was_not_said_yet(
     assert store.due_siblings() == []
 
 
-def test_of_two_runs_with_one_request_the_newer_is_the_picked(
-    store: Store, maker: Maker, clock: FakeClock
+def test_all_runs_of_one_request_are_noted_and_it_is_told_once(
+    tmp_path: Path,
 ) -> None:
     """A second set of the issue goes on in the branches and requests of the first."""
-    old = published(store, maker)
-    clock.pass_(7_200)
-    new = published(store, maker)
-    store.note_ending(PLACE, 12, "merged", clock())
-    assert [picked(store, job) for job in (*old, *new)] == [None, None, None, "merged"]
-    assert [notice.job.id for notice in store.due_siblings()] == [new[0]]
+    with world(tmp_path) as here:
+        clock = FakeClock()
+        here.clock = here.repo.accounts.clock = clock
+        old = serve_set(here)
+        clock.pass_(7_200)
+        new = here.label()
+        here.wait(new)
+        end(here, 2, "merged")
+        told_all(here)
+        picked = [here.record(job).picked for job in (*old, *new)]
+        assert picked == [None, "merged", None, "merged"]
+        assert len(said(here, 1)) == 1
+
+
+def test_the_siblings_of_a_replayed_run_are_told_and_it_is_no_set(
+    store: Store, maker: Maker
+) -> None:
+    one, two = published(store, maker)
+    outside = pidispatch.Outside(store.path, store.clock)
+    again = outside.replay(outside.replayable(one))
+    publish(store, again, 11)
+    store.note_ending(PLACE, 11, "merged", store.clock())
+    assert [picked(store, job) for job in (one, two, again)] == [
+        "merged",
+        None,
+        "merged",
+    ]
+    assert [notice.job.id for notice in store.due_siblings()] == [two]
+    assert store.picks().sets == 1
 
 
 def test_another_request_of_a_run_is_undecided_again(
@@ -354,11 +377,12 @@ def test_what_is_to_be_said_goes_with_its_jobs(
 def test_picks_are_counted_by_replica_and_by_model(
     store: Store, maker: Maker, clock: FakeClock
 ) -> None:
-    for first, second in (("merged", "closed"), ("closed", "merged"), ("merged", None)):
-        published(store, maker)
-        for n, ending in ((11, first), (12, second)):
+    ends = (("merged", "closed"), ("closed", "merged"), ("merged", None))
+    for n, (first, second) in enumerate(ends):
+        published(store, maker, 20 * n + 1)
+        for request, ending in ((20 * n + 1, first), (20 * n + 2, second)):
             if ending:
-                store.note_ending(PLACE, n, ending, clock())  # type: ignore[arg-type]
+                store.note_ending(PLACE, request, ending, clock())  # type: ignore[arg-type]
         clock.pass_(7_200)
     found = store.picks()
     assert (found.sets, found.decided) == (3, 3)
@@ -366,7 +390,7 @@ def test_picks_are_counted_by_replica_and_by_model(
         pidispatch.Pick("r1", 3, 2, 1),
         pidispatch.Pick("r2", 3, 1, 1),
     ]
-    assert [row.name for row in found.models] == ["p/m11", "p/m12"]
+    assert [row.name for row in found.models] == ["p/m1", "p/m2"]
     assert [row.merged for row in found.models] == [2, 1]
 
 

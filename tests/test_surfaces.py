@@ -278,33 +278,21 @@ def test_the_doctor_says_when_an_agent_would_have_no_cli(
     assert found.state == state
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (
-            rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local"),
-            "cron rules do not fire",
-        ),
-    ],
-)
-def test_what_this_version_does_not_do_of_a_rule_is_said(
-    found: Rule, words: str
-) -> None:
-    assert words in pidispatch.rule_detail(found)
-    assert words in pidispatch.rule_limits(found)[0]
-    assert pidispatch.rule_limits(rule(LABEL, replicas=2)) == []
+def test_a_cron_rule_tells_whose_word_starts_it_and_what_it_touches() -> None:
+    found = rule({"type": "cron", "id": "n", "pattern": "* * * * *"}, kind="local")
+    text = pidispatch.rule_detail(found)
+    assert "this machine's clock" in text and "edits your own folder in place" in text
+    assert "the forge lets steer" not in text
 
 
-def test_only_settings_that_nothing_reads_are_called_without_effect() -> None:
+def test_every_setting_is_read_by_something() -> None:
     """A setting that silently did nothing would be a promise nobody keeps."""
     source = Path(pidispatch.__file__).read_text("utf-8")
     below = source.partition("\ndef with_overlay(")[2]
     read = set(re.findall(r"settings\.([a-z_]+)\b", below))
     read |= {"egress", "providers_file", "webhook_secret"}  # read by another way
     unread = set(pidispatch.SETTINGS) - read
-    said = set(pidispatch.SETTINGS_NOT_YET)
-    assert unread <= said, "let something read it, or say that it has no effect"
-    assert said <= unread, "what is read has an effect"
+    assert unread == set(), "let something read it, or remove it"
 
 
 # -- schemas ------------------------------------------------------------------

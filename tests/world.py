@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -71,6 +71,8 @@ class World:
     sent: int = field(default=0)
     name: str = field(default_factory=lambda: pidispatch.random_hex(4))
     starts: dict[str, float] = field(default_factory=dict)
+    #: What the first world's own look at the engine proved, for those after it.
+    proven: ClassVar[str | None] = None
 
     def rules(self, *rules: dict[str, Any]) -> None:
         """Write the triggers file: each rule is a `run`, on the label pi:urgent."""
@@ -102,12 +104,16 @@ class World:
             engine=engine,
             clock=self.clock,
         )
+        if self.docker and World.proven:
+            service.store.set_flag("isolation", World.proven)
         service.start()
         self.service = service
         return service
 
     def stop(self, *, end_jobs: bool = True) -> None:
         if self.service:
+            if self.docker:
+                World.proven = self.store.flag("isolation")
             self.service.stop(end_jobs=end_jobs)
             self.service = None
 

@@ -9652,10 +9652,14 @@ class Mirror(Repository, frozen=True):
         missing = [commit for commit in commits if not self.has(commit)]
         if not missing:
             return
+        begun = time.monotonic()
+        log_event("mirror-fetching", mirror=self.path.name)
         if not self._fetch(remote, missing):
             self._fetch(remote, refs)
             if not all(map(self.has, missing)):
                 raise Refused("sha-gone", "the forge no longer has the job's commit")
+        took = round(time.monotonic() - begun, 1)
+        log_event("mirror-fetched", mirror=self.path.name, seconds=took)
         if len([*self.path.glob("objects/pack/*.pack")]) > MIRROR_PACKS:
             self.run("repack", "-d", "--geometric=2", "--quiet")
 
@@ -13738,6 +13742,39 @@ def _visible(character: str) -> str:
     return character
 
 
+@contextlib.contextmanager
+def underway(
+    text: Callable[[], str], every: float = 0.5, terminal: IO[str] | None = None
+) -> Iterator[None]:
+    """A line on the terminal that says how long work goes on, gone at its end.
+
+    Nothing is written where stderr is no terminal, or one that cannot go back.
+    """
+    stream = terminal or sys.stderr
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    done, begun, width = threading.Event(), time.monotonic(), 0
+
+    def show() -> None:
+        nonlocal width
+        while not done.wait(every):
+            said = f"{plain_text(text())}, {time.monotonic() - begun:.0f} s"[:78]
+            stream.write("\r" + said.ljust(width))
+            stream.flush()
+            width = len(said)
+
+    shower = threading.Thread(target=show, daemon=True)
+    shower.start()
+    try:
+        yield
+    finally:
+        done.set()
+        shower.join()
+        stream.write("\r" + " " * width + "\r")
+        stream.flush()
+
+
 def problem_text(error: PidispatchError) -> str:
     """A line for each thing that is wrong, and one that says what to do."""
     lines = [f"pidispatch: {plain_text(line)}" for line in error.message.split("\n")]
@@ -15833,12 +15870,66 @@ def end_asked() -> threading.Event:
     return asked
 
 
-_ENV_TEMPLATE = """\
-# Settings of pidispatch; `pidispatch doctor` checks them. Keep this file private.
-# The webhook's secret, as typed into the forge. Without one nothing is served.
+class Beginning(NamedTuple):
+    """What `init` writes into .env and into each rule for a forge, and how its
+    webhook is set up."""
+
+    env: str
+    events: str
+    run: Mapping[str, str] = {}
+
+
+#: A line that begins with # waits for its value; the secret is there already.
+_BEGINNINGS: Mapping[str, Beginning] = {
+    "github": Beginning(
+        """\
 WEBHOOK_SECRET={secret}
 # A token that may push branches and open pull requests.
 #GITHUB_PAT=
+""",
+        "content type application/json; events Issues, Issue comments, Pull requests, "
+        "Pull request reviews",
+    ),
+    "gitlab": Beginning(
+        """\
+#GITLAB_WEBHOOK_SECRET={secret}
+# What the secret is: a secret token (token), or a signing token (signature).
+#GITLAB_WEBHOOK_MODE=token
+# A token of the role Developer with the scope api.
+#GITLAB_TOKEN=
+# A server of your own: GITLAB_URL=https://…
+""",
+        "events Issues, Comments, Merge requests",
+    ),
+    "forgejo": Beginning(
+        """\
+#FORGEJO_WEBHOOK_SECRET={secret}
+# Your server, its sub-path included.
+#FORGEJO_URL=
+# A token with read:user, write:issue, write:repository, of an administrator.
+#FORGEJO_TOKEN=
+""",
+        "method POST; events Issues, Issue comments, Pull requests, with labels",
+    ),
+    "azure": Beginning(
+        """\
+# A user name and a password, as typed into the subscription.
+#AZURE_WEBHOOK_SECRET=pidispatch:{secret}
+# https://dev.azure.com/<organisation>, or a server's collection.
+#AZURE_ORG_URL=
+# A token for Code and Work Items, reading Graph, Identity, Project and Team.
+#AZURE_TOKEN=
+""",
+        "one Web Hooks subscription for each event of work items and pull requests",
+        {"repository": "my-repository"},
+    ),
+}
+
+_ENV_HEAD = """\
+# Settings of pidispatch; `pidispatch doctor` checks them. Keep this file private.
+# The webhook's secret, as typed into the forge. Without one nothing is served.
+"""
+_ENV_TAIL = """\
 # The model provider's key.
 #ANTHROPIC_API_KEY=
 """
@@ -15857,28 +15948,53 @@ _TRIGGERS_TEMPLATE = """\
   "triggers": [
     {
       "on": { "type": "label", "any": ["pi:fix"] },
-      "run": { "kind": "github", "flow": "fix-issue" }
+      "run": { KIND, "flow": "fix-issue" }
     },
     {
       "on": { "type": "label", "any": ["pi:urgent"] },
-      "run": { "kind": "github", "flow": "fix-issue", "replicas": 2 }
+      "run": { KIND, "flow": "fix-issue", "replicas": 2 }
     }
   ]
 }
 """
 
 
+def _next_steps(forge: str, folder: Path) -> str:
+    begin = _BEGINNINGS[forge]
+    waiting = ", ".join(re.findall(r"^#(\w+)=", begin.env, re.M))
+    inside = "" if folder == Path() else f", in {plain_text(folder)}"
+    return f"""\
+next{inside}:
+  1. .env: fill in {waiting}
+     and the model provider's key; a line that begins with # does nothing
+  2. {forge}: add a webhook to https://<your host>/{forge}, with the secret of .env;
+     {begin.events}
+  3. pidispatch build-image       (the job image; once, a few minutes)
+  4. pidispatch doctor            (until no line is marked ✗)
+  5. pidispatch serve"""
+
+
 @main.command()
 @click.argument("folder", type=_path_type, default=".")
-def init(folder: Path) -> None:
+@click.option(
+    "--forge",
+    type=click.Choice(list(_BEGINNINGS)),
+    default="github",
+    show_default=True,
+    help="Whose deliveries it is to take.",
+)
+def init(folder: Path, forge: str) -> None:
     """Write .env, triggers.json and limits.json. Nothing is ever overwritten."""
     rules, limits = (
         json.dumps(schema, indent=2) + "\n"
         for schema in (triggers_schema(), limits_schema())
     )
+    begin = _BEGINNINGS[forge]
+    env = begin.env.format(secret=random_hex(32))
+    kind = json.dumps({"kind": forge, **begin.run})[1:-1]
     files = (
-        (".env", _ENV_TEMPLATE.format(secret=random_hex(32)), 0o600),
-        ("triggers.json", _TRIGGERS_TEMPLATE, 0o644),
+        (".env", _ENV_HEAD + env + _ENV_TAIL, 0o600),
+        ("triggers.json", _TRIGGERS_TEMPLATE.replace("KIND", kind), 0o644),
         ("triggers.schema.json", rules, 0o644),
         ("limits.json", _LIMITS_TEMPLATE, 0o644),
         ("limits.schema.json", limits, 0o644),
@@ -15891,7 +16007,7 @@ def init(folder: Path) -> None:
     except OSError as error:
         why = f"{error.filename}: {error.strerror}"
         raise ConfigError(why, "name a folder that you may write to") from error
-    click.echo("next: put your tokens into .env, then run `pidispatch doctor`")
+    click.echo(_next_steps(forge, folder))
 
 
 def _create(path: Path, text: str, mode: int) -> str:
@@ -16057,7 +16173,8 @@ def show(job: str, db: Path | None, as_json: bool) -> None:
 def compare(job: str, diffs: str, db: Path | None, as_json: bool) -> None:
     """The runs of a set side by side, from what is kept of them. No ranking."""
     settings = settings_of(db)
-    found = compare_runs(settings, Reader(settings.db), job)
+    with underway(lambda: f"reading the runs of {job}"):
+        found = compare_runs(settings, Reader(settings.db), job)
     emit(found, lambda: comparison_text(found, diffs), as_json)
 
 
@@ -16136,7 +16253,9 @@ def cancel(job: str, db: Path | None) -> None:
 def publish(job: str, branch: str | None, db: Path | None) -> None:
     """Publish a kept result again."""
     settings = settings_of(db)
-    click.echo(plain_text(publish_by_hand(settings, Outside(settings.db), job, branch)))
+    with underway(lambda: f"publishing {job}"):
+        done = publish_by_hand(settings, Outside(settings.db), job, branch)
+    click.echo(plain_text(done))
 
 
 @main.command()
@@ -16241,9 +16360,13 @@ def build_image_command(
             raise InfraError("the offline base was not made", "see its output above")
     name = tag or settings.job_image
     engine = DockerEngine(settings, "build")
-    for line in build_image(engine, name, base, ca, forges):
-        if not quiet:
-            click.echo(plain_text(line))
+    step = f"building {name}"
+    with underway(lambda: step) if quiet else contextlib.nullcontext():
+        for line in build_image(engine, name, base, ca, forges):
+            if line.startswith("Step "):
+                step = f"building {name}: {line}"
+            if not quiet:
+                click.echo(plain_text(line))
     click.echo(name)
 
 

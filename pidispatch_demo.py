@@ -5468,13 +5468,26 @@ def _demo_run(
     request = urllib.request.Request(url, body, headers)
     with urllib.request.urlopen(request, timeout=10) as answer:
         ids = json.load(answer)["jobs"]
+    return [_demo_job(module, run) for run in _demo_ends(module, service.store, ids)]
+
+
+def _demo_ends(module: Any, store: Any, ids: Sequence[str]) -> list[pidispatch.RunRow]:
+    """Wait for the replicas; on a terminal, say what each is at."""
     deadline = time.monotonic() + _DEMO_SECONDS
-    while time.monotonic() < deadline:
-        runs = [service.store.run(job)[0] for job in ids]
-        if all(run.state in ("completed", "policy", "failed") for run in runs):
-            break
-        time.sleep(0.1)
-    return [_demo_job(module, service.store.run(job)[0]) for job in ids]
+
+    def look() -> list[pidispatch.RunRow]:
+        return [store.run(job)[0] for job in ids]
+
+    def said() -> str:
+        return "; ".join(f"r{run.replica} {run.state}" for run in look())
+
+    with module.underway(said):
+        while time.monotonic() < deadline:
+            runs = look()
+            if all(run.state in ("completed", "policy", "failed") for run in runs):
+                return runs
+            time.sleep(0.1)
+    return look()
 
 
 def _demo_job(module: Any, run: pidispatch.RunRow) -> pidispatch.DemoJob:
@@ -5500,6 +5513,7 @@ def _demo_text(jobs: Sequence[pidispatch.DemoJob], repo: Repo, seconds: float) -
             spread = f"{repo.default_branch}...{job.branch}"
             lines.append(repo.git.git("diff", spread) + "\n")
     lines.append("A person compares, picks one, and merges it. pidispatch never does.")
+    lines.append("Next, in a folder for your own settings: pidispatch init")
     return "\n".join(lines)
 
 

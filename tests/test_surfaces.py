@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import sys
+import threading
+import time
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -167,6 +170,44 @@ def test_status_says_what_waits_what_was_spent_and_what_is_wrong(
     assert "today: 2 of 25 slots used" in text
     assert "PAUSED" in text
     assert text.endswith("triggers file: t.json: one\ntriggers file: t.json: two")
+
+
+# -- long work ------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_work_says_on_a_terminal_how_long_it_goes_on() -> None:
+    terminal, steps = Terminal(), iter(["r1 queued and waiting", "r1 \x1b[31mred"])
+    said, asked = threading.Event(), []
+
+    def text() -> str:
+        asked.append(1)
+        if len(asked) > 2:
+            said.set()
+        return next(steps, "last")
+
+    with pidispatch.underway(text, 0.001, terminal):
+        assert said.wait(5)
+    shown = terminal.getvalue()
+    assert shown.startswith("\rr1 queued and waiting, 0 s")
+    assert "\x1b" not in shown and "\n" not in shown, "no colour, one line"
+    lines = shown.split("\r")
+    assert len(lines[2]) >= len(lines[1]), "a shorter text hides the longer one"
+    assert lines[-1] == "" and lines[-2].strip() == "", "and it goes away"
+
+
+def test_where_no_terminal_is_long_work_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for stream, term in ((io.StringIO(), "xterm"), (Terminal(), "dumb")):
+        monkeypatch.setenv("TERM", term)
+        with pidispatch.underway(lambda: "x", 0.001, stream):
+            time.sleep(0.02)
+        assert stream.getvalue() == ""
 
 
 # -- rules --------------------------------------------------------------------

@@ -182,9 +182,10 @@ def test_every_command_that_prints_json_has_a_schema_and_no_file_is_left_over() 
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    """The fenced blocks of a page in that language."""
-    fence = re.compile(rf"^```{language}\n(.*?)^```", re.M | re.S)
-    return fence.findall(path.read_text("utf-8"))
+    """The fenced blocks of a page in that language, also those of list items."""
+    fence = re.compile(rf"^( *)```{language}\n(.*?)^ *```", re.M | re.S)
+    found = fence.findall(path.read_text("utf-8"))
+    return [re.sub(f"^{indent}", "", block, flags=re.M) for indent, block in found]
 
 
 SHELL = [

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import IMAGE, ROOT
+from test_docs import SHELL
 from world import KEY, REPO, TOKEN, bash, bridge_address, say
 
 import pidispatch_demo as demo
@@ -42,12 +44,12 @@ class Newcomer:
             "PYTHONPATH": str(ROOT),
         }
 
-    def command(self, line: str) -> list[str]:
-        words = line.split()
+    def command(self, line: str | list[str]) -> list[str]:
+        words = line.split() if isinstance(line, str) else line
         assert words[0] == "pidispatch"
         return [sys.executable, "-m", "pidispatch", *words[1:]]
 
-    def types(self, line: str, code: int = 0) -> str:
+    def types(self, line: str | list[str], code: int = 0) -> str:
         done = subprocess.run(
             self.command(line),
             cwd=self.folder,
@@ -162,7 +164,12 @@ def test_from_init_to_two_pull_requests_that_a_person_can_compare(
                 lambda: person.types("pidispatch runs").count("completed") == 2
             )
             assert answers(f"http://127.0.0.1:{panel}/compare/{jobs[0]}")
-            assert "jobs" in person.types("pidispatch status")
+            type_what_the_readme_says(person, jobs[0], body)
+            person.until(
+                lambda: (
+                    "completed" in person.types("pidispatch show gh-first-r1-again1")
+                )
+            )
         assert sorted(pull.title for pull in repo.pulls.values()) == [
             "[r1/2] Bend the spoon",
             "[r2/2] Bend the spoon",
@@ -172,6 +179,25 @@ def test_from_init_to_two_pull_requests_that_a_person_can_compare(
         compared = person.types(f"pidispatch compare {jobs[0]}")
         assert "-1" in compared and "+2" in compared, "the diff between siblings"
         assert "0 of 1 sets" in person.types("pidispatch runs --picks")
+
+
+#: Lines of the README whose exit code is not 0 for a job that has ended, or beside a
+#: worker that runs.
+ENDS = {"cancel": 2, "worker": 2}
+#: Lines that other tests type: these go on, or take another folder or image.
+ELSEWHERE = {"demo", "run", "build-image", "verify-image", "serve", "init", "doctor"}
+
+
+def type_what_the_readme_says(person: Newcomer, job: str, body: bytes) -> None:
+    """Every other command line of the README, with this job's id."""
+    (person.folder / "delivery.json").write_bytes(body)
+    lines = [line for page, line in SHELL if page == "README.md"]
+    words = [shlex.split(line, comments=True) for line in lines]
+    assert {line[1] for line in words} >= ELSEWHERE
+    for _, command, *more in words:
+        if command not in ELSEWHERE:
+            given = [re.sub(r"^gh-[0-9a-f]+-r1$", job, word) for word in more]
+            person.types(["pidispatch", command, *given], code=ENDS.get(command, 0))
 
 
 def fill_in(
@@ -194,5 +220,5 @@ def fill_in(
             f"GITHUB_PAT={TOKEN}\nGITHUB_API_URL={forge.url}/api/v3\n"
             f"PI_PROVIDERS_FILE=providers.json\nPI_PROVIDER=own\nPI_MODEL=fake-1\n"
             f"OWN_KEY={KEY}\nPI_PORT={port}\nPI_PANEL_PORT={panel}\n"
-            f"PI_BIND=127.0.0.1\nPI_JOB_IMAGE={IMAGE}\nPI_GATE_IMAGE={IMAGE}\n"
+            f"PI_BIND=127.0.0.1\nPI_CAPTURE_JOB_LOGS=1\nPI_JOB_IMAGE={IMAGE}\nPI_GATE_IMAGE={IMAGE}\n"
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -462,13 +464,50 @@ def test_a_file_of_the_version_before_finds_its_requests(
     store.close()
 
 
-def test_the_compare_table_names_it(tmp_path: Path) -> None:
+def test_the_compare_table_and_the_panel_name_it(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         jobs = serve_set(here)
         end(here, 2, "merged")
         found = pidispatch.compare_runs(here.settings, here.store, jobs[0])
         rows = {name: cells for name, *cells in pidispatch.comparison_rows(found)}
         assert rows["picked"] == ["-", "merged"]
+        assert here.service
+
+        def page(path: str) -> str:
+            url = f"http://127.0.0.1:{here.service.panel.port}{path}"  # type: ignore[union-attr]
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return str(answer.read().decode())
+
+        badge = '<span class="picked merged">merged</span>'
+        assert page("/runs").count(badge) == 1
+        own = page(f"/runs/{jobs[1]}")
+        assert badge in own and re.search(r"<dt>picked</dt><dd>merged</dd>", own)
+        assert badge in page(f"/runs/{jobs[0]}"), "beside the sibling"
+        compared = page(f"/compare/{jobs[0]}")
+        assert re.search(r'row">picked</th><td>-</td><td>merged</td>', compared)
+        end(here, 1, "closed")
+        compared = page(f"/compare/{jobs[0]}")
+        assert re.search(r'row">picked</th><td>closed</td><td>merged</td>', compared)
+
+
+def test_real_deliveries_say_what_became_of_their_requests(payloads: Path) -> None:
+    """And every other one says nothing, but an active request of Azure's."""
+    words = {"pr_merged": "merged", "pr_closed": "closed", "pr_reopened": "reopened"}
+    seen = set()
+    for row in json.loads((payloads / "manifest.json").read_text("utf-8")):
+        path, kind = payloads / row["file"], row["kind"]
+        forge = pidispatch.trial_forge(row["forge"], None)
+        try:
+            headers = pidispatch.trial_headers(forge, path, (), None)
+            event = forge.parse(headers, path.read_bytes())
+        except pidispatch.Malformed:
+            assert kind not in words
+            continue
+        active = row["forge"] == "azure" and kind not in words
+        told = event.ending if event.target else None  # one has broken keys
+        assert told == words.get(kind) or active, row["file"]
+        seen |= {kind} & set(words)
+    assert seen == set(words)
 
 
 @pytest.mark.parametrize("kind", DIALECTS)

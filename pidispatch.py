@@ -6347,7 +6347,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     session: SessionNote | None
     bundle: bool
     host: str
-    picked: Picked | None = None
+    picked: Picked | None
 
 
 _SCHEMA_1 = """
@@ -6453,6 +6453,7 @@ CREATE INDEX jobs_scope ON jobs (scope);
 _SCHEMA_PICKS = """
 ALTER TABLE runs ADD COLUMN request_key TEXT;
 ALTER TABLE runs ADD COLUMN ended_when REAL NOT NULL DEFAULT 0;
+UPDATE runs SET record = json_set(record, '$.picked', NULL);
 UPDATE runs SET request_key = (SELECT scope FROM jobs WHERE jobs.id = runs.job_id)
     || '!' || json_extract(request, '$.number') WHERE request IS NOT NULL;
 CREATE INDEX runs_request ON runs (request_key) WHERE request_key IS NOT NULL;
@@ -11744,6 +11745,7 @@ class Dispatcher:
             session=attempt.lineage.note if attempt.lineage else None,
             bundle=bool(ended and ended.bundle),
             host=_host_name(),
+            picked=None,
         )
 
     # -- the way out ---------------------------------------------------------

@@ -854,14 +854,14 @@ def test_a_repository_that_is_not_polled_any_more_is_not_shown(room: Room) -> No
 
 def test_the_doctor_reads_each_polled_repository(room: Room) -> None:
     found: list[pidispatch.Check] = []
-    kept = pidispatch._check_polls(room.settings, found)
+    kept = pidispatch._check_polls(room.settings, found, requests.Session())
     assert kept is room.settings
     assert [(check.state, check.found) for check in found] == [
         ("ok", "octo/lamp: can be read")
     ]
     other = msgspec.structs.replace(room.settings, poll_repos=("octo/none",))
-    pidispatch._check_polls(other, found)
+    pidispatch._check_polls(other, found, requests.Session())
     assert (found[1].state, "HTTP 404" in found[1].found) == ("fail", True)
     bad = msgspec.structs.replace(room.settings, poll_repos=("gitlab:a/b",))
-    assert pidispatch._check_polls(bad, found).poll_repos == ()
+    assert pidispatch._check_polls(bad, found, requests.Session()).poll_repos == ()
     assert found[2].state == "fail"

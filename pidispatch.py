@@ -6571,7 +6571,7 @@ class Picks(msgspec.Struct, frozen=True):
 
 class SiblingNotice(msgspec.Struct, frozen=True):
     """To be said on `job`'s open request: that of its sibling `about` has ended,
-    `at` by the event's own time, seconds."""
+    `at` by the event's own time, milliseconds."""
 
     job: Job
     request: Request
@@ -7971,10 +7971,12 @@ def _open_again(db: sqlite3.Connection, job: str, key: str) -> None:
 #: Tells the open requests of siblings of each that has ended: those of the runs with
 #: the request `of`, or that of the run `tell`, which opened after others had ended.
 _SIBLING_NOTICES = """INSERT OR IGNORE INTO sibling_notices (job_id, about, at)
-    SELECT told.job_id, ended.job_id, CAST(ended.ended_when AS INTEGER)
+    SELECT told.job_id, ended.job_id, CAST(round(ended.ended_when * 1000) AS INTEGER)
     FROM runs AS ended JOIN runs AS told
     ON told.set_id = ended.set_id AND told.job_id <> ended.job_id
-    WHERE (ended.request_key = :of OR told.job_id = :tell)
+    WHERE ended.set_id IN (SELECT set_id FROM runs WHERE request_key = :of
+                           UNION SELECT set_id FROM runs WHERE job_id = :tell)
+    AND (ended.request_key = :of OR told.job_id = :tell)
     AND told.request_key <> ended.request_key
     AND json_extract(ended.record, '$.picked') IS NOT NULL
     AND json_extract(told.record, '$.picked') IS NULL"""
@@ -7996,9 +7998,12 @@ def _note_ending(db: sqlite3.Connection, key: str, ending: Ending, at: float) ->
 def _note_of_run(
     db: sqlite3.Connection, run: sqlite3.Row, ending: Ending, at: float
 ) -> bool:
-    """A merge is final. Else the newest event counts, however late it comes."""
+    """A merge is final. Else the newest event counts, however late it comes.
+
+    Forges tell whole seconds: what comes later of one second is taken as later.
+    """
     picked = None if ending == "reopened" else ending
-    late = picked != "merged" and at < run["ended_when"]
+    late = picked != "merged" and at < int(run["ended_when"])
     if late or run["picked"] == "merged":
         return False
     job = run["job_id"]
@@ -8009,7 +8014,7 @@ def _note_of_run(
     db.execute("DELETE FROM sibling_notices WHERE about = ?", (job,))
     sql = """UPDATE runs SET record = json_set(record, '$.picked', ?), ended_when = ?
              WHERE job_id = ?"""
-    db.execute(sql, (picked, at, job))
+    db.execute(sql, (picked, max(at, run["ended_when"] + 0.001), job))
     return True
 
 

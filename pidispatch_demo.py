@@ -2351,6 +2351,19 @@ class FakeForge(FakeServer):
         """Put a label on an issue as ``login``; the delivery that tells of it."""
         raise NotImplementedError
 
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """Comment on an issue or, with ``request``, on a review request."""
+        raise NotImplementedError
+
     def note(self, request: Request, reply: Reply) -> None:
         """Write the log line; a token appears by its name only."""
         token = self.data.tokens.get(self.credential(request))
@@ -2441,6 +2454,20 @@ class FakeGitHub(FakeForge):
         """An ``issues`` delivery, action ``labeled``."""
         payload = labeled_payload(repo, number, label, login)
         return signed_delivery("issues", payload, secret, guid)
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issue_comment`` delivery: a pull request is an issue as well."""
+        payload = comment_payload(repo, number, text, login)
+        return signed_delivery("issue_comment", payload, secret, guid)
 
     def refused(self, refusal: Refused) -> Reply:
         """An error in GitHub's shape."""
@@ -2898,6 +2925,20 @@ class FakeGitLab(FakeForge):
         """An ``issue`` delivery, action ``update``, with the label in ``changes``."""
         payload = gitlab_payload(repo, number, "update", login, label)
         return gitlab_delivery(payload, secret, guid, self.clock())
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``note`` delivery."""
+        payload = gitlab_note_payload(repo, number, text, login, request)
+        return gitlab_delivery(payload, secret, guid)
 
 
 def _state(repo: Repo) -> Json:
@@ -3404,6 +3445,20 @@ class FakeForgejo(FakeForge):
         labels = [*_known(repo, number).labels, label]
         payload = forgejo_payload(repo, number, "label_updated", login, labels)
         return forgejo_delivery("issues", payload, secret, guid)
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issue_comment`` delivery, of a request too."""
+        payload = forgejo_comment_payload(repo, number, text, login)
+        return forgejo_delivery("issue_comment", payload, secret, guid)
 
     def refused(self, refusal: Refused) -> Reply:
         """An error in Forgejo's shape."""
@@ -4089,6 +4144,21 @@ class FakeAzure(FakeForge):
         payload = self.tagged(repo, number, label, login)
         payload |= {"id": guid, "notificationId": 1}
         return azure_delivery(payload, secret)
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``workitem.commented`` delivery, or a pull request's."""
+        told = self.said if request else self.remarked
+        payload = told(repo, number, text, login)
+        return azure_delivery(payload | {"id": guid, "notificationId": 1}, secret)
 
     def tagged(self, repo: Repo, number: int, tag: str, login: str) -> Json:
         """Somebody puts a tag on a work item."""

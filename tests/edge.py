@@ -29,6 +29,17 @@ Signer = Callable[[Mapping[str, Any], bytes, str, str, float], Headers]
 JSON_TYPE = "application/json"
 
 
+def asks_or_ignores(row: Mapping[str, Any]) -> tuple[int, str]:
+    """A forge whose payloads never say who may: what fires a rule is asked about."""
+    kind, known = row["kind"], row["expect"]
+    fires = (
+        kind in ("pr_opened", "pr_updated")
+        or (kind == "issue_labelled" and "bug" in known["labels_now"])
+        or (kind == "issue_closed" and "actor_id" in known)
+    )
+    return (202, "pending") if fires else (200, "ignored")
+
+
 @dataclass(frozen=True)
 class Door:
     """One way in which a forge proves who it is.
@@ -36,7 +47,7 @@ class Door:
     `environ` serves it. `covers_body` is whether the credential is about the bytes,
     `form` makes a form's bytes and those that are signed, `lives` is whether an old
     delivery is refused, `freshen` gives a body its own delivery id. `expected` is the
-    exact answer to a stored real delivery under `RULES`, where a forge gives it.
+    exact answer to a stored real delivery under `rules_of`.
     """
 
     kind: str
@@ -50,7 +61,7 @@ class Door:
     form: Callable[[bytes], tuple[bytes, bytes]] | None = None
     lives: bool = False
     freshen: Callable[[bytes, str], bytes] = lambda body, guid: body
-    expected: Callable[[Mapping[str, Any]], tuple[int, str]] | None = None
+    expected: Callable[[Mapping[str, Any]], tuple[int, str]] = asks_or_ignores
 
     @property
     def name(self) -> str:

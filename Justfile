@@ -29,6 +29,10 @@ demo:
 bench pairs="20":
     pytest tests/bench -m bench --bench-pairs={{ pairs }}
 
+# Kill the service again and again under load, on the real engine; half an hour or so.
+torture rounds="200":
+    pytest -s tests/test_torture.py --rounds={{ rounds }}
+
 # Write anew what the documents take from the code, and the golden prompts.
 docs:
     UPDATE_GOLDEN=1 pytest -q tests/test_docs.py tests/test_prompts.py

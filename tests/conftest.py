@@ -261,6 +261,8 @@ def docker_cleanup() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bench-pairs", type=int, default=20, help="pairs to measure")
+    parser.addoption("--rounds", type=int, default=5, help="kills of the torture")
+    parser.addoption("--seed", help="of the torture, to repeat it")
 
 
 @pytest.fixture

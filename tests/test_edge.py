@@ -48,7 +48,7 @@ def manifest() -> list[dict[str, Any]]:
     return json.loads(file.read_bytes()) if file.is_file() else []
 
 
-def until(holds: Any, seconds: float = 5.0) -> bool:
+def until(holds: Any, seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:
         time.sleep(0.01)

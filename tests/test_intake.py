@@ -52,7 +52,7 @@ SECRET = "s3cret"
 OWN = "4242"
 
 
-def until(holds: Callable[[], object], seconds: float = 5.0) -> bool:
+def until(holds: Callable[[], object], seconds: float = 20.0) -> bool:
     """Wait until something holds, looking often."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -328,6 +328,7 @@ class Ledger(RuleBasedStateMachine):
         self.claims: list[pidispatch.Claimed] = []
         self.starting: list[pidispatch.Claimed] = []
         self.running: list[pidispatch.Claimed] = []
+        self.over: list[pidispatch.Claimed] = []
 
     def teardown(self) -> None:
         self.store.close()
@@ -366,10 +367,11 @@ class Ledger(RuleBasedStateMachine):
         self.store.running(job)
         self.running.append(job)
 
-    @precondition(lambda self: self.starting)
+    @precondition(lambda self: self.starting or self.running)
     @rule()
     def release(self) -> None:
-        job = self.starting.pop()
+        """Also of a container that started with nothing to run in it (exit 127)."""
+        job = (self.starting or self.running).pop()
         self.store.release(job)
         self.claims.append(job)
 
@@ -380,6 +382,7 @@ class Ledger(RuleBasedStateMachine):
         tokens = None if figure is None else Tokens(total=figure)
         self.store.finish(job, record_of(job, tokens=tokens), None)
         self.kept.append(self.BUDGET if figure is None else figure)
+        self.over.append(job)
 
     @precondition(lambda self: self.running)
     @rule(figure=st.integers(0, 2_000))
@@ -387,6 +390,7 @@ class Ledger(RuleBasedStateMachine):
         job = self.running.pop()
         self.store.retry(job, self.clock(), Tokens(total=figure))
         self.kept.append(figure)
+        self.over.append(job)
 
     @rule()
     def crash(self) -> None:
@@ -401,14 +405,13 @@ class Ledger(RuleBasedStateMachine):
         self.kept += [self.BUDGET] * len(self.running)
         self.claims, self.starting, self.running = [], [], []
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.over)
     @rule()
     def late_writes(self) -> None:
         """T51: what is over cannot be given back, whoever tries."""
-        job = self.running[-1]
         for late in (self.store.release, self.store.running):
             with pytest.raises(pidispatch.Fenced):
-                late(job)
+                late(self.over[-1])
 
     @invariant()
     def the_ledger_is_the_model(self) -> None:

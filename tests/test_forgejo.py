@@ -1023,7 +1023,9 @@ def test_doctor_says_whether_the_token_works(fake: demo.FakeForgejo, path: str) 
 
     def found(**more: Any) -> pidispatch.Check:
         checks: list[pidispatch.Check] = []
-        pidispatch._check_forges(Settings(**fields, **more), (), checks)
+        pidispatch._check_forges(
+            Settings(**fields, **more), (), checks, requests.Session()
+        )
         [check] = checks
         return check
 

@@ -1267,7 +1267,8 @@ def test_doctor_tests_the_token_and_says_how_a_hook_is_switched_on_again(
     def check(**fields: Any) -> pidispatch.Check:
         checks: list[pidispatch.Check] = []
         served = {"gitlab_url": fake.url, "gitlab_webhook_secret": ("s",), **fields}
-        pidispatch._check_forges(Settings(**served), (_rule(),), checks)
+        session = requests.Session()
+        pidispatch._check_forges(Settings(**served), (_rule(),), checks, session)
         [found] = checks
         return found
 

@@ -192,7 +192,7 @@ def test_directories_belong_to_those_who_write_them(shell: Any) -> None:
     assert said.splitlines() == [
         "/job 0:0 755",
         "/workspace 1001:1001 755",
-        "/outbox 1001:1001 755",
+        "/outbox 1001:1001 1777",
         "/opt/pi-dispatch 0:0 755",
     ]
 

@@ -14190,6 +14190,15 @@ _TRUST = (
 )
 
 
+def _multiplied(rule: Rule, n: int) -> str:
+    """What n replicas leave on the forge; on a request they open no other one."""
+    noun = FORGES[rule.run.kind].request_noun
+    reports = f"comments {n} times on the {noun}"
+    opens = f"opens {n} {noun}s"
+    mixed = f"{opens}; on a {noun} it {reports} instead"
+    return {"pull_request": reports, "comment": mixed}.get(rule.on.type, opens)
+
+
 def rule_detail(rule: Rule) -> str:
     """One rule: when, what it starts, its multiplier and the trust model."""
     lines = [
@@ -14200,7 +14209,7 @@ def rule_detail(rule: Rule) -> str:
     if n:
         lines += [
             f"multiplier: [x{n}] each delivery makes {n} jobs, takes {n} slots of the "
-            f"caps, costs about {n} times the tokens and opens {n} review requests",
+            f"caps, costs about {n} times the tokens and {_multiplied(rule, n)}",
             "no replica's end cancels a sibling; a person compares and picks",
         ]
     lines.append(f"trust: {_TRUST[rule.on.type == 'cron']}")

@@ -2357,6 +2357,19 @@ class FakeForge(FakeServer):
         """A request is ``merged``, ``closed`` or ``reopened``; the delivery of it."""
         raise NotImplementedError
 
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """Comment on an issue or, with ``request``, on a review request."""
+        raise NotImplementedError
+
     def note(self, request: Request, reply: Reply) -> None:
         """Write the log line; a token appears by its name only."""
         token = self.data.tokens.get(self.credential(request))
@@ -2456,6 +2469,20 @@ class FakeGitHub(FakeForge):
         action = how.replace("merged", "closed")
         payload = pull_request_payload(repo, number, action, login)
         return signed_delivery("pull_request", payload, secret, guid)
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issue_comment`` delivery: a pull request is an issue as well."""
+        payload = comment_payload(repo, number, text, login)
+        return signed_delivery("issue_comment", payload, secret, guid)
 
     def refused(self, refusal: Refused) -> Reply:
         """An error in GitHub's shape."""
@@ -2922,6 +2949,20 @@ class FakeGitLab(FakeForge):
         repo.pulls[number].merged = how == "merged"
         payload = gitlab_payload(repo, number, action, login, request=True)
         return gitlab_delivery(payload, secret, guid, self.clock())
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``note`` delivery."""
+        payload = gitlab_note_payload(repo, number, text, login, request)
+        return gitlab_delivery(payload, secret, guid)
 
 
 def _state(repo: Repo) -> Json:
@@ -3437,6 +3478,20 @@ class FakeForgejo(FakeForge):
         action = how.replace("merged", "closed")
         payload = forgejo_payload(repo, number, action, login)
         return forgejo_delivery("pull_request", payload, secret, guid)
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issue_comment`` delivery, of a request too."""
+        payload = forgejo_comment_payload(repo, number, text, login)
+        return forgejo_delivery("issue_comment", payload, secret, guid)
 
     def refused(self, refusal: Refused) -> Reply:
         """An error in Forgejo's shape."""
@@ -4131,6 +4186,20 @@ class FakeAzure(FakeForge):
         pull.merged = how == "merged"
         pull.state = "open" if how == "reopened" else "closed"
         payload = self.requested(repo, number, "updated")
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``workitem.commented`` delivery, or a pull request's."""
+        told = self.said if request else self.remarked
+        payload = told(repo, number, text, login)
         return azure_delivery(payload | {"id": guid, "notificationId": 1}, secret)
 
     def tagged(self, repo: Repo, number: int, tag: str, login: str) -> Json:

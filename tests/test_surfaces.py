@@ -228,7 +228,7 @@ def test_a_replicated_rule_shows_its_multiplier_beside_the_trust_model() -> None
         "[x3] each delivery makes 3 jobs",
         "3 slots",
         "3 times the tokens",
-        "3 review requests",
+        "opens 3 pull requests",
         "no replica's end cancels a sibling; a person compares and picks",
         "trust: started only on the word of someone the forge lets steer it",
         "only the caps bound them",
@@ -239,18 +239,35 @@ def test_a_replicated_rule_shows_its_multiplier_beside_the_trust_model() -> None
     assert "[x" not in pidispatch.rules_table([rule(LABEL)])
 
 
-def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
-    text = pidispatch.rule_detail(rule(COMMENT, replicas=2, publish="agent"))
-    assert "all replicas share one head branch" in text
-    assert "puts the forge token into the box" in text
-    assert "without a GitHub App all replicas hold one operator token" in text
-    gitlab = rule(COMMENT, kind="gitlab", replicas=2, publish="agent")
-    shown = pidispatch.rule_detail(gitlab)
-    assert "note: all replicas hold one operator token" in shown
-    assert "GitHub App" not in shown
-    host = pidispatch.rule_detail(rule(COMMENT, kind="gitlab", replicas=2))
-    assert "token into the box" not in host
-    assert "operator token" not in host
+@pytest.mark.parametrize("kind", pidispatch.FORGES)
+def test_a_replicated_rule_says_what_is_true_of_its_forge(kind: str) -> None:
+    """What replicas open by its noun, the shared head, whose token a box holds."""
+    row = pidispatch.FORGES[kind]
+
+    def shown(on: dict[str, Any], **run: Any) -> str:
+        return pidispatch.rule_detail(rule(on, kind=kind, replicas=2, **run))
+
+    made = f"opens 2 {row.request_noun}s"
+    comments = f"comments 2 times on the {row.request_noun}"
+    request = {"type": "pull_request", "action": [row.pr_actions[1]]}
+    label, comment = shown(LABEL), shown(COMMENT)
+    assert made in label and comments not in label
+    assert made in comment and comments in comment
+    assert made not in shown(request) and comments in shown(request)
+    for text in (label, comment, shown(request)):
+        assert "token into the box" not in text
+        assert "operator token" not in text
+        assert "share one head branch" not in text
+
+    for on in (LABEL, COMMENT, request):
+        text = shown(on, publish="agent")
+        assert "puts the forge token into the box" in text
+        assert ("all replicas share one head branch" in text) is (on is not LABEL)
+        app = "without a GitHub App all replicas hold one operator token"
+        assert (f"note: {app}" in text) is (kind == "github")
+        everywhere = "the token is the operator's own, for every project"
+        for words in (everywhere, "all replicas hold one operator token"):
+            assert (f"note: {words}" in text) is (kind != "github")
 
 
 def shown_by_command(tmp_path: Path, **run: Any) -> str:

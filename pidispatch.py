@@ -483,8 +483,9 @@ class Refused(PidispatchError):
         self.reason = reason
 
 
-#: Tokens that exist while a job runs, by themselves; each with its spellings.
-_LIVE_SECRETS: dict[str, tuple[str, ...]] = {}
+#: Tokens that jobs at work hold, each with its spellings. By its job: replicas may
+#: hold one and the same, and the first to end leaves it to the others.
+_LIVE_SECRETS: dict[object, tuple[str, ...]] = {}
 
 
 def spellings_of(secret: str) -> Iterator[str]:
@@ -505,18 +506,18 @@ def spellings_of(secret: str) -> Iterator[str]:
 @contextlib.contextmanager
 def live_secrets() -> Iterator[Callable[[str], None]]:
     """Gives a function that names a secret; all it named are known until the end."""
-    named: list[str] = []
+    named: list[object] = []
 
     def name(secret: str) -> None:
-        named.append(secret)
+        named.append(object())
         found = sorted(set(spellings_of(secret)), key=len, reverse=True)
-        _LIVE_SECRETS[secret] = tuple(found)
+        _LIVE_SECRETS[named[-1]] = tuple(found)
 
     try:
         yield name
     finally:
-        for secret in named:
-            _LIVE_SECRETS.pop(secret, None)
+        for key in named:
+            del _LIVE_SECRETS[key]
 
 
 def without_live_secrets(text: str) -> str:
@@ -1007,6 +1008,23 @@ def load_settings(
     if faults:
         raise Faults("settings", faults, "correct the environment or .env")
     return Settings(**parsed)
+
+
+def steering(settings: Settings) -> Iterator[Path]:
+    """The files that say what we do, hold our secrets, or are our memory.
+
+    Whoever can write one of them needs no box. A `.env` of the working directory
+    that names nothing of ours, such as a project's own, is not among them.
+    """
+    paths = (getattr(settings, name) for name in SETTINGS)
+    yield from (path.absolute() for path in paths if isinstance(path, Path))
+    defaults = (Path("triggers.json"), Path("limits.json"))
+    yield from (path.absolute() for path in defaults if os.path.lexists(path))
+    dotenv = Path(".env")
+    ours = {row.variable for row in SETTINGS.values()}
+    ours |= {row.key_variable for row in settings.providers.values()}
+    if dotenv.is_file() and ours & _dotenv(dotenv, []).keys():
+        yield dotenv.absolute()
 
 
 def _dotenv(path: Path, faults: list[str]) -> dict[str, str]:
@@ -1675,7 +1693,11 @@ def folder_fault(folder: str) -> str | None:
         if not path.is_dir():
             return "is not a directory here"
         git = path / ".git"
-        linked = git.is_file() and git.read_bytes()[:8] == b"gitdir: "
+        if git.is_file():
+            with git.open("rb") as file:  # a box may have left a huge one
+                linked = file.read(8) == b"gitdir: "
+        else:
+            linked = False
         if linked or (git / "HEAD").is_file():
             return None
     except (OSError, ValueError) as error:
@@ -3180,6 +3202,9 @@ GIT_USERNAME, GIT_PASSWORD = "PI_GIT_USERNAME", "PI_GIT_PASSWORD"
 
 #: Seconds to connect to a forge's API, and between two reads of its answer.
 API_TIMEOUT = (5.0, 10.0)
+#: Bounds of one whole answer, and of a list: a timeout of reads ends neither a
+#: forge that sends a byte every nine seconds nor one that always has a next page.
+API_SECONDS, API_BYTES, API_PAGES = 60.0, 64 * 1024 * 1024, 1_000
 PAGE_SIZE = 100
 
 #: JSON that is not an object: a field of a wrong type is a missing field, and
@@ -3397,10 +3422,11 @@ class ApiForge(Forge):
         """The bare answer; with an `etag` it may be 304, unchanged since then. A
         `path` may be a whole URL of the same forge."""
         import requests
+        import urllib3
 
         unchanged = {"If-None-Match": etag} if etag else {}
         try:
-            return self.session.request(
+            response = self.session.request(
                 method,
                 path if "://" in path else self.api + path,
                 params=dict(params),
@@ -3409,10 +3435,25 @@ class ApiForge(Forge):
                 auth=self._sign(token),
                 timeout=API_TIMEOUT,
                 allow_redirects=False,
+                stream=True,
             )
-        except requests.RequestException as error:
+            return self._whole(what, response)
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
             kind = type(error).__name__
             raise InfraError(f"{self.kind}: cannot {what}: {kind}") from error
+
+    def _whole(self, what: str, response: requests.Response) -> requests.Response:
+        """The answer with its body read, in bounds of time and size."""
+        end, taken = time.monotonic() + API_SECONDS, bytearray()
+        # as it comes: `read` waits for all of it, and urllib3 1 has nothing else
+        read = getattr(response.raw, "read1", response.raw.read)
+        while chunk := read(65_536, decode_content=True):
+            taken += chunk
+            if len(taken) > API_BYTES or time.monotonic() > end:
+                response.close()
+                raise InfraError(f"{self.kind}: cannot {what}: an answer without end")
+        response._content = bytes(taken)
+        return response
 
     def _read(self, what: str, answer: type[T], response: requests.Response) -> T:
         status = response.status_code
@@ -3435,12 +3476,13 @@ class ApiForge(Forge):
         **only: str,
     ) -> Iterator[T]:
         """Every row of a list, page by page; `only` are the query's filters."""
-        for page in itertools.count(1):
+        for page in range(1, API_PAGES + 1):
             bounds = {"per_page": PAGE_SIZE, "page": page}
             rows = self._call(what, answer, "GET", path, token, **bounds, **only)
             yield from rows
             if len(rows) < PAGE_SIZE:
                 return
+        raise InfraError(f"{self.kind}: cannot {what}: a list without end")
 
 
 def _quoted(segment: str) -> str:
@@ -4516,13 +4558,14 @@ class Forgejo(PullForge):
         """Page by page until one is empty, for a server may give fewer than asked;
         one that gives the same page again knows no pages."""
         before: list[T] = []
-        for page in itertools.count(1):
+        for page in range(1, API_PAGES + 1):
             asked: dict[str, Any] = {**params, "limit": self.page, "page": page}
             rows = self._call(what, answer, "GET", path, self._token(repo), **asked)
             if not rows or rows == before:
                 return
             yield from rows
             before = rows
+        raise InfraError(f"{self.kind}: cannot {what}: a list without end")
 
     def clone_url(self, repo: str) -> str:
         return f"{self.url}/{repo}.git"
@@ -7114,9 +7157,8 @@ class Store(Controls):
 
     def holder(self, job: str) -> str | None:
         """The job that has in hand the folder which this one waits for, if any."""
-        sql = """SELECT other.id FROM jobs JOIN jobs AS other USING (scope)
-                 WHERE jobs.id = ? AND other.seq <> jobs.seq
-                 AND other.state IN ('claimed', 'starting', 'running') LIMIT 1"""
+        sql = f"""SELECT other.id FROM jobs JOIN jobs AS other ON {_HOLDS_FOLDER}
+                  WHERE jobs.id = ? LIMIT 1"""
         rows = self._rows(sql, job)
         return rows[0][0] if rows else None
 
@@ -7710,11 +7752,19 @@ def _holds_of(db: sqlite3.Connection, limits: Limits, now: float) -> list[Hold]:
     ]
 
 
+#: The job `other` has the folder of `jobs` in hand, or one in it, or one around it.
+_HOLDS_FOLDER = """other.state <> 'done' AND other.seq <> jobs.seq
+    AND (instr(rtrim(jobs.scope, '/') || '/', rtrim(other.scope, '/') || '/') = 1
+         OR instr(rtrim(other.scope, '/') || '/', rtrim(jobs.scope, '/') || '/') = 1)
+    AND (other.state IN ('claimed', 'starting', 'running')
+         OR other.state = 'queued' AND other.attempt > 0)"""
+
+
 def _claim(
     db: sqlite3.Connection, held: str, now: float, only: str | None
 ) -> Claimed | None:
     """A folder is one job's from its claim to its record, a retry's wait included."""
-    sql = """UPDATE jobs SET state = 'claimed', claim = ?1
+    sql = f"""UPDATE jobs SET state = 'claimed', claim = ?1
              WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
                  AND (?4 IS NULL OR id = ?4) AND (
                  cancel IS NOT NULL OR (
@@ -7723,10 +7773,7 @@ def _claim(
                                      WHERE jobs.scope GLOB held.value)
                      AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
                      AND NOT (scope GLOB 'local:*' AND EXISTS (
-                         SELECT 1 FROM jobs AS other
-                         WHERE other.scope = jobs.scope AND other.seq <> jobs.seq
-                         AND (other.state IN ('claimed', 'starting', 'running')
-                              OR other.state = 'queued' AND other.attempt > 0)))))
+                         SELECT 1 FROM jobs AS other WHERE {_HOLDS_FOLDER}))))
                  ORDER BY seq LIMIT 1)
              RETURNING payload, claim, attempt, queued_at, deferrals"""
     rows = db.execute(sql, (random_hex(8), now, held, only)).fetchall()
@@ -8271,6 +8318,8 @@ class Box(Protocol):
     def collect(self, into: Path) -> BoxExit: ...
 
     def transcript(self) -> bytes | None: ...
+
+    def given(self) -> bytes | None: ...
 
     def log(self) -> bytes: ...
 
@@ -9081,6 +9130,12 @@ class DockerBox:
             except Refused:
                 return None
 
+    def given(self) -> bytes | None:
+        """The job.json that was put in, which a box cannot change."""
+        with engine_answers(), contextlib.suppress(Refused):
+            return self.engine.read_file(self.name, "/job/job.json", SESSION_MAX_BYTES)
+        return None
+
     def _read(self, name: str, limit: int) -> bytes | None:
         return self.engine.read_file(self.name, f"/outbox/{name}", limit)
 
@@ -9305,6 +9360,13 @@ BUNDLE_BYTES = 256 * 1024 * 1024
 SKILL_FILES = 256
 SKILL_BYTES = 8 * 1024 * 1024
 SKILL_FILE_BYTES = 1024 * 1024
+SKILL_LIST_BYTES = 1024 * 1024
+_SKILL_TOO_LARGE = "has more than 256 files or 8 MiB"
+#: Of a folder's git: its index, its configuration, what `git status` may list. A
+#: box may have written all of it.
+INDEX_BYTES = 1024 * 1024 * 1024
+CONFIG_BYTES = 1024 * 1024
+STATUS_BYTES = 16 * 1024 * 1024
 #: Titles: GitLab and Forgejo store 255 characters, GitHub 256, Azure 400.
 TITLE_CHARS = 255
 #: Bodies: GitHub takes 65,536 characters; Azure 4,000 in a request's description.
@@ -9599,6 +9661,27 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.communicate()
 
 
+def _limits(cpu: int, size: int = 4 * BUNDLE_BYTES) -> Callable[[], None]:
+    """Bounds set in a child that reads what a box made, before it starts; `size` is of
+    each file that it writes, bytes."""
+    import resource
+
+    wanted = {
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_FSIZE: size,
+        resource.RLIMIT_DATA: 2**31,
+        resource.RLIMIT_CORE: 0,
+    }
+
+    def apply() -> None:
+        for what, value in wanted.items():
+            most = resource.getrlimit(what)[1]
+            soft = value if most == resource.RLIM_INFINITY else min(value, most)
+            resource.setrlimit(what, (soft, most))
+
+    return apply
+
+
 class Repository(msgspec.Struct, frozen=True):
     """A bare repository of ours and the git that works on it."""
 
@@ -9614,6 +9697,26 @@ class Repository(msgspec.Struct, frozen=True):
         if done.code:
             raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
         return done.out
+
+    def bounded(self, *arguments: str, limit: int) -> bytes | None:
+        """The output of a command over what a stranger made: a few kB of trees may
+        name more files than there is memory. None: more than `limit` bytes, or more
+        work than it is worth."""
+        import tempfile
+
+        bounds = self.git.bounds
+        how = {"seconds": bounds.check, "before": _limits(bounds.cpu, limit)}
+        with tempfile.TemporaryFile(dir=self.git.private) as sink:
+            try:
+                done = self.call(*arguments, sink=sink.fileno(), **how)
+            except TimedOut:
+                return None
+            if done.code < 0 or "ut of memory" in done.err:
+                return None
+            if done.code:
+                raise InfraError(f"git {arguments[0]} failed: {_told(done.err)}")
+            sink.seek(0)
+            return sink.read()
 
     def create(self) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)
@@ -9837,9 +9940,11 @@ def _sweep(root: Path) -> None:
     """Remove what a killed process left: far older than any command may run."""
     import shutil
 
-    for left in (*root.glob("askpass-*"), *root.glob("quarantine-*")):
-        if time.time() - left.stat().st_mtime > DAY:
-            shutil.rmtree(left, ignore_errors=True)
+    for kind in ("askpass", "quarantine", "folder"):
+        for left in root.glob(f"{kind}-*"):
+            with contextlib.suppress(FileNotFoundError):  # another process's, at work
+                if time.time() - left.stat().st_mtime > DAY:
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 def write_pack(mirror: Mirror, path: Path, tips: Sequence[str], depth: int) -> bytes:
@@ -9888,7 +9993,10 @@ def read_skill(mirror: Repository, base: str, flow: str) -> dict[str, bytes] | N
     named so that no file can be made of them.
     """
     folder = f".pi/skills/{flow}/"
-    listed = mirror.run("ls-tree", "-r", "-z", "--long", "--full-tree", base, folder)
+    command = ("ls-tree", "-r", "-z", "--long", "--full-tree", base, folder)
+    listed = mirror.bounded(*command, limit=SKILL_LIST_BYTES)
+    if listed is None:
+        raise _skill_refused(flow, _SKILL_TOO_LARGE)
     blobs: dict[str, bytes] = {}
     total = 0
     for entry in filter(None, listed.split(b"\0")):
@@ -9899,7 +10007,7 @@ def read_skill(mirror: Repository, base: str, flow: str) -> dict[str, bytes] | N
         name = os.fsdecode(path).removeprefix(folder)
         total += int(size)
         if len(blobs) == SKILL_FILES or total > SKILL_BYTES:
-            raise _skill_refused(flow, "has more than 256 files or 8 MiB")
+            raise _skill_refused(flow, _SKILL_TOO_LARGE)
         if int(size) > SKILL_FILE_BYTES:
             raise _skill_refused(flow, "has a file of more than 1 MiB")
         if not _safe_path(name):
@@ -9981,6 +10089,18 @@ def look_at_folder(git: Git, folder: Path, flow: str) -> Tree:
         )
 
 
+def own_file_fault(settings: Settings, folder: Path) -> str | None:
+    """Why no box may have the folder: it could read our secrets, or write what we
+    obey. By a file's name and by what that leads to, for a link can be replaced."""
+    for path in steering(settings):
+        if any(place.is_relative_to(folder) for place in (path, path.resolve())):
+            return f"holds {path.name}, by which pidispatch itself is steered"
+    return None
+
+
+OWN_FILES_FIX = "keep pidispatch's own files elsewhere, and start it from there"
+
+
 def _git_dirs(folder: Path) -> tuple[Path, Path]:
     """The folder's own git directory, and the one that its worktrees share."""
     own = folder / ".git"
@@ -10028,12 +10148,15 @@ def _beside(git: Git, folder: Path, place: Path) -> Repository:
     (info / "alternates").write_text(f"{(common / 'objects').resolve()}\n", "utf-8")
     (place / "info").mkdir(exist_ok=True)
     (place / "info" / "exclude").write_text(_small(common / "info" / "exclude"))
-    for index in (own / "index", *own.glob("sharedindex.*")):
-        if index.is_file():
-            shutil.copyfile(index, place / index.name)
+    indices = [own / "index", *own.glob("sharedindex.*")]
+    indices = [index for index in indices if index.is_file()]
+    if sum(index.stat().st_size for index in indices) > INDEX_BYTES:
+        raise Refused("folder-unusable", "its git index is too large to be looked at")
+    for index in indices:
+        shutil.copyfile(index, place / index.name)
     made.run("config", "core.bare", "false")
     theirs = common / "config"
-    if theirs.is_file():
+    if theirs.is_file() and theirs.stat().st_size <= CONFIG_BYTES:
         listed = git.call("config", "--file", str(theirs), "--null", "--list").out
         for entry in filter(None, listed.decode("utf-8", "replace").split("\0")):
             key, _, value = entry.partition("\n")
@@ -10046,11 +10169,14 @@ def _changes(beside: Repository, folder: Path, head: str | None) -> int:
     """How many paths differ from the commit, untracked ones included."""
     if head:
         beside.run("update-ref", "--no-deref", "HEAD", head)
-    listed = beside.run(
-        *("-C", str(folder), f"--work-tree={folder}", "status", "--porcelain", "-z"),
-        *("--no-renames", "--untracked-files=normal", "--ignore-submodules=dirty"),
-        seconds=beside.git.bounds.look,
+    listed = beside.bounded(
+        *("--no-optional-locks", "-C", str(folder), f"--work-tree={folder}"),
+        *("status", "--porcelain", "-z", "--no-renames", "--untracked-files=normal"),
+        "--ignore-submodules=dirty",
+        limit=STATUS_BYTES,
     )
+    if listed is None:
+        raise Refused("folder-unusable", "git status has too much to tell of it")
     return sum(1 for entry in listed.split(b"\0") if entry)
 
 
@@ -10107,26 +10233,6 @@ class Quarantine(Repository, frozen=True):
             sink.seek(0)
             found = sink.read(limit + 1)
         return found[:limit].decode("utf-8", "replace"), len(found) > limit
-
-
-def _limits(cpu: int) -> Callable[[], None]:
-    """Bounds set in a child that reads what a box made, before it starts."""
-    import resource
-
-    wanted = {
-        resource.RLIMIT_CPU: cpu,
-        resource.RLIMIT_FSIZE: 4 * BUNDLE_BYTES,
-        resource.RLIMIT_DATA: 2**31,
-        resource.RLIMIT_CORE: 0,
-    }
-
-    def apply() -> None:
-        for what, value in wanted.items():
-            most = resource.getrlimit(what)[1]
-            soft = value if most == resource.RLIM_INFINITY else min(value, most)
-            resource.setrlimit(what, (soft, most))
-
-    return apply
 
 
 def check_bundle(
@@ -11081,6 +11187,13 @@ class Lineages(msgspec.Struct, frozen=True):
             return "replaced"
         return None
 
+    def forget(self, job: Job, seen: str) -> None:
+        """Remove the stored transcript, if it is still what `load` saw."""
+        folder = self.folder(job)
+        with contextlib.suppress(OSError, ConfigError), lock_file(folder / "lock"):
+            if _seen(folder / "current.jsonl") == seen:
+                (folder / "current.jsonl").unlink()
+
     def sweep(self, before: float) -> None:
         """Remove transcripts that are too old to be continued, and nothing else."""
         for path in self.root.glob("*/current.jsonl"):
@@ -11300,7 +11413,10 @@ class Dispatcher:
         job = attempt.job
         if not self.engine.local:
             raise Refused(*NOT_THIS_ENGINE)
-        tree = look_at_folder(self.mirrors.git, Path(str(job.run.folder)), job.flow)
+        folder = Path(str(job.run.folder))
+        if fault := own_file_fault(attempt.settings, folder):
+            raise Refused("folder-unusable", f"the folder {fault}", OWN_FILES_FIX)
+        tree = look_at_folder(self.mirrors.git, folder, job.flow)
         if tree.changes and not (job.run.allowDirty or attempt.claimed.attempt):
             raise Refused(
                 "dirty-tree",
@@ -11354,6 +11470,13 @@ class Dispatcher:
         if reason is not None:
             note = SessionNote(lineage.note.resumed, reason)
             attempt.lineage = Lineage(note, lineage.seen, lineage.pi)
+
+    def drop_session(self, attempt: Attempt) -> None:
+        """A provider may take no conversation as the stored one is: what a box made of
+        it, or its length. The next run begins anew instead of failing as this one."""
+        lineage, lineages = attempt.lineage, self._lineages(attempt)
+        if lineage and lineages and lineage.note.resumed:
+            lineages.forget(attempt.job, lineage.seen)
 
     def check_protection(self, attempt: Attempt) -> None:
         """With a token in the box only protection keeps the default branch whole.
@@ -11535,8 +11658,13 @@ class Dispatcher:
             settings = with_overlay(settings)
         attempt = Attempt(claimed, settings, "", box=box, started_at=started_at)
         _event("job-adopted", claimed.job)
+        with live_secrets() as attempt.name_secret:
+            self._adopt(attempt)
+
+    def _adopt(self, attempt: Attempt) -> None:
+        claimed = attempt.claimed
         try:
-            self._recall_session(attempt)
+            self._recall(attempt)
             self._see_through(attempt)
         except (Leaving, Fenced):
             return
@@ -11546,10 +11674,21 @@ class Dispatcher:
             )
             self._give_up(attempt, "internal-error")
 
-    def _recall_session(self, attempt: Attempt) -> None:
-        """What an earlier process knew of an adopted run's lineage."""
+    def _recall(self, attempt: Attempt) -> None:
+        """What an earlier process knew of an adopted run: its lineage, who pushes,
+        and the secrets that its box holds, which only the box has kept."""
+        assert attempt.box
         work = self.store.work_of(attempt.job.id)
-        attempt.lineage = work.lineage if work else None
+        if work:
+            attempt.lineage = work.lineage
+            attempt.settings = msgspec.structs.replace(
+                attempt.settings, publish=work.publish
+            )
+        given = _json_line((self._patiently(attempt.box.given) or b"").decode())
+        attempt.token = given.get("gate", {}).get("token", "")
+        attempt.forge_environment = given.get("forge", {}).get("environment", {})
+        if secret := attempt.forge_environment.get(GIT_PASSWORD):
+            attempt.name_secret(secret)
 
     def _start(self, attempt: Attempt) -> None:
         assert attempt.box and attempt.started_at is not None
@@ -11637,6 +11776,8 @@ class Dispatcher:
             verdict = Verdict("failed", verdict.reason)
         if verdict.outcome == "completed":
             self.keep_session(attempt)
+        elif verdict.reason == "runner-policy":
+            self.drop_session(attempt)
         self._finish(attempt, verdict, ended)
 
     def _collect(self, attempt: Attempt) -> BoxExit:
@@ -11741,7 +11882,7 @@ class Dispatcher:
             forks=ended.forks if ended else None,
             provider=provider,
             model=model,
-            budgetReserved=attempt.started_at is not None,
+            budgetReserved=attempt.started_at is not None or claimed.attempt > 0,
             attempt=claimed.attempt + (attempt.started_at is not None),
             replica=job.replica,
             replicas=job.replicas,
@@ -12427,7 +12568,10 @@ class Cron:
         for rule in rules:
             name = rule.on.id
             if name is not None and now >= self._next[name]:
-                self._fire(rule, name, now)
+                try:
+                    self._fire(rule, name, now)
+                except Exception as error:  # one rule's edge: the others are due too
+                    log_event("cron-trouble", logging.ERROR, rule=name, error=error)
 
     def _learn(self, rules: Sequence[Rule]) -> None:
         crons = {str(r.on.id): r.on for r in rules if r.on.type == "cron"}
@@ -13847,8 +13991,14 @@ _RUN_FIXES = {
 }
 
 
-def local_run(folder: Path, task: str, flow: str, force: bool) -> Run:
-    """The rule of one `run`, by the same checks as a cron rule's fields."""
+def local_run(
+    settings: Settings, folder: Path, task: str, flow: str, force: bool
+) -> Run:
+    """The rule of one `run`, by the same checks as a cron rule's fields.
+
+    The folder may be a stranger's, and its `.env` be the one we were started with:
+    then nothing that this one says is done, not even PI_ON_FAILURE.
+    """
     place = folder.expanduser().resolve()
     given: dict[str, Any] = {"folder": str(place), "task": task, "flow": flow}
     for name, value in given.items():
@@ -13857,6 +14007,8 @@ def local_run(folder: Path, task: str, flow: str, force: bool) -> Run:
         if fault:
             shown = json.dumps(str(value)[:80])
             raise ConfigError(f"{name} {shown} {fault}", "see `pidispatch run --help`")
+    if fault := own_file_fault(settings, place):
+        raise ConfigError(f"{plain_text(place)} {fault}", OWN_FILES_FIX)
     return Run(kind=LOCAL, allowDirty=force or None, **given)
 
 
@@ -13961,8 +14113,11 @@ def compare_runs(settings: Settings, reader: Reader, job: str) -> Comparison:
             _compared(reader, row, opened.get(row.id), notes.get(row.id))
             for row in rows
         ]
-        pairs = itertools.combinations(opened, 2)
-        between = [Between(a, b, diff_between(opened[a], opened[b])) for a, b in pairs]
+        shown = [run.job for run in runs if run.change]
+        between = []
+        for a, b in itertools.combinations(shown, 2):
+            with contextlib.suppress(BundleRefused):  # too much, each by itself is not
+                between.append(Between(a, b, diff_between(opened[a], opened[b])))
     return Comparison(run.target, run.flow, runs, between)
 
 
@@ -13973,7 +14128,10 @@ def _compared(
     change = None
     if result is not None:
         _, workspace, _ = reader.kept(row.id)
-        change = change_of(result, _start_of(result, workspace))
+        try:
+            change = change_of(result, _start_of(result, workspace))
+        except BundleRefused as error:  # a few kB may hold more than can be shown
+            note = error.message
     return Compared(
         job=row.id,
         replica=row.replica,
@@ -15575,7 +15733,10 @@ def _see(path: str, *headers: tuple[str, str]) -> Reply:
 def _form(form: bytes) -> dict[str, str]:
     from urllib.parse import parse_qsl
 
-    return dict(parse_qsl(form.decode("utf-8", "replace"), max_num_fields=16))
+    try:
+        return dict(parse_qsl(form.decode("utf-8", "replace"), max_num_fields=16))
+    except ValueError:  # too many: none of ours, and read before anyone is known
+        return {}
 
 
 PAGES: tuple[tuple[str, Callable[..., Reply]], ...] = (
@@ -15736,7 +15897,7 @@ def polling(settings: Settings, repos: Sequence[str]) -> Settings:
     return msgspec.structs.replace(settings, poll_repos=parsed)
 
 
-def triggers_path(settings: Settings, named: Path | None) -> Path:
+def triggers_path(settings: Settings, named: Path | None = None) -> Path:
     """The file `serve` takes: named, PI_TRIGGERS_FILE, else ./triggers.json."""
     return named or settings.triggers_file or Path("triggers.json")
 
@@ -15799,8 +15960,10 @@ def serve(
 ) -> None:
     """Receive deliveries and run jobs until stopped."""
     settings = polling(settings_of(db), poll)
+    if triggers_file:
+        settings = msgspec.structs.replace(settings, triggers_file=triggers_file)
     set_up_logging(settings)
-    service = Service(settings, triggers_path(settings, triggers_file))
+    service = Service(settings, triggers_path(settings))
     asked = end_asked()
     service.start(worker=not no_worker)
     crons = [r for r in service.triggers.rules if r.on.type == "cron"]
@@ -15843,9 +16006,8 @@ def run_command(
     settings = settings_of(db)
     set_up_logging(settings)
     log.setLevel(logging.WARNING)
-    local = LocalRun(
-        settings, local_job(local_run(folder, task, flow, force), time.time())
-    )
+    job = local_job(local_run(settings, folder, task, flow, force), time.time())
+    local = LocalRun(settings, job)
     if not local.new:
         click.echo(f"{local.job}: asked for in this very minute before", err=True)
     try:

@@ -4186,6 +4186,7 @@ class FakeAzure(FakeForge):
         pull.merged = how == "merged"
         pull.state = "open" if how == "reopened" else "closed"
         payload = self.requested(repo, number, "updated")
+        return azure_delivery(payload | {"id": guid, "notificationId": 1}, secret)
 
     def remark(
         self,
@@ -5326,6 +5327,10 @@ class ProcessBox:
     def transcript(self) -> bytes | None:
         """None: the scripted agent keeps no session."""
         return None
+
+    def given(self) -> bytes | None:
+        """The job.json that was put in."""
+        return (self.root / "job" / "job.json").read_bytes()
 
     def log(self) -> bytes:
         """The runner's stdout."""

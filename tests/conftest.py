@@ -107,6 +107,15 @@ def store(tmp_path: Path, clock: FakeClock) -> Iterator[pidispatch.Store]:
     opened.close()
 
 
+def raw_answer(body: bytes) -> Any:
+    """What `requests` reads an answer from."""
+    import io
+
+    import urllib3
+
+    return urllib3.HTTPResponse(io.BytesIO(body), preload_content=False)
+
+
 def record_of(claimed: pidispatch.Claimed, **fields: object) -> pidispatch.Record:
     """The record of a job that ended well, or as `fields` say."""
     job = claimed.job

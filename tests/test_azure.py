@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import requests
-from conftest import FakeClock
+from conftest import FakeClock, raw_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -872,7 +872,7 @@ class Canned(requests.Session):
     def request(self, *args: Any, **more: Any) -> requests.Response:
         self.asked.append(more)
         response = requests.Response()
-        response.status_code, response._content = 200, self.body
+        response.status_code, response.raw = 200, raw_answer(self.body)
         response.headers["content-type"] = self.kind
         return response
 

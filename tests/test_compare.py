@@ -204,6 +204,35 @@ def test_a_spoiled_bundle_is_a_note_and_not_an_end(made: World) -> None:
     assert found.runs[1].note
 
 
+@pytest.mark.parametrize("at", ["its change", "between them"])
+def test_a_result_that_is_too_much_to_show_hides_no_sibling(
+    made: World, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """A bundle of a few kB may hold gigabytes of one letter: git is stopped."""
+    jobs = made.label()
+    made.wait(jobs)
+    name = {"its change": "change_of", "between them": "diff_between"}[at]
+    real, bad = getattr(pidispatch, name), b"curved\n"
+
+    def bounded(*results: Any) -> Any:
+        for result in results:
+            if isinstance(result, pidispatch.Quarantine) and (
+                result.call("show", f"{result.tip}:spoon.txt").out == bad
+            ):
+                raise pidispatch.BundleRefused("too-large")
+        return real(*results)
+
+    monkeypatch.setattr(pidispatch, name, bounded)
+    found = compared(made, jobs[0])
+    one, two = found.runs
+    assert one.change and one.note is None
+    assert found.between == []
+    if at == "its change":
+        assert two.change is None and two.note and "too-large" in two.note
+    else:
+        assert two.change
+
+
 def test_an_unknown_job_is_one_line(made: World) -> None:
     with pytest.raises(pidispatch.ConfigError, match="no job"):
         compared(made, "gh-none")

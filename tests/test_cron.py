@@ -73,6 +73,12 @@ def bench(store: pidispatch.Store, clock: FakeClock) -> Bench:
     return Bench(store, clock)
 
 
+def test_a_rule_that_cannot_be_fired_holds_up_no_other(bench: Bench) -> None:
+    bad = cron("* * * * *", name="bad", folder="\0")
+    bench.begin("2026-03-01 00:00", bad, cron("* * * * *"))
+    assert bench.until("2026-03-01 00:02", 60) == ["03-01 00:01", "03-01 00:02"]
+
+
 # -- show 6: clock changes, missed ticks, no replicas ---------------------------
 
 

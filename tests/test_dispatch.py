@@ -214,6 +214,10 @@ class FakeBox:
     def transcript(self) -> bytes | None:
         return self.engine.transcript
 
+    def given(self) -> bytes | None:
+        found: bytes = self.engine.inputs[-1]["job.json"]
+        return found
+
     def log(self) -> bytes:
         return b"line\n" * 3
 
@@ -1309,6 +1313,57 @@ def test_an_agents_token_is_in_no_text_or_log_that_is_kept(
     assert pidispatch.without_live_secrets(said) == said, "forgotten with the job"
 
 
+def test_a_token_that_two_jobs_hold_is_hidden_until_the_last_of_them_ends() -> None:
+    """Replicas with one operator's token: the first to end is not the last."""
+    with pidispatch.live_secrets() as one:
+        one("s3cret-token")
+        with pidispatch.live_secrets() as other:
+            other("s3cret-token")
+            other("s3cret-token")
+        assert pidispatch.without_live_secrets("a s3cret-token b") == "a *** b"
+    assert pidispatch.without_live_secrets("a s3cret-token b") == "a s3cret-token b"
+
+
+def test_a_token_in_the_box_of_an_adopted_job_is_kept_nowhere(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """T46: also what an earlier process gave it, a token of an app included, and
+    when PI_PUBLISH says another mode by now."""
+    from test_sessions import HEAD, SPOKEN, jsonl, message
+
+    token = bench.forge.token = "s3cret-token"
+    agent(bench, monkeypatch)
+    bench.change(capture_logs=True, sessions_dir=tmp_path / "s", publish="agent")
+    delivery = bench.maker.delivery()
+    jobs = bench.maker.jobs(delivery.event, None, resume=True)
+    bench.store.admit(delivery, jobs)
+    claimed = bench.store.claim()
+    assert claimed
+    attempt = pidispatch.Attempt(claimed, bench.dispatcher.settings, "job-token")
+    bench.dispatcher.climb(attempt)
+    bench.dispatcher._start(attempt)
+    assert attempt.box
+    bench.engine.running[claimed.job.id] = attempt.box  # type: ignore[assignment]
+    bench.change(publish="host")
+    bench.forge.token = "another"
+    said = f"{token} job-token"
+    monkeypatch.setattr(FakeBox, "log", lambda self: token.encode())
+    told = message("e", "d", "toolResult", said)
+    bench.engine.transcript = jsonl(HEAD, *SPOKEN, told)
+    bench.engine.exits.append(msgspec.structs.replace(OK, comment=token))
+    [(again, found, at)] = bench.dispatcher.reconcile()
+    bench.dispatcher.adopt(again, found, at)
+    [path] = (tmp_path / "s").glob("*/current.jsonl")
+    stamp = json.loads(path.read_text().partition("\n")[0])["pidispatch"]
+    assert stamp["publish"] == "agent"
+    state = bench.dispatcher.settings.state_dir
+    files = [path, *(each for each in state.rglob("*") if each.is_file())]
+    assert {"comment.md", "current.jsonl"} < {each.name for each in files}
+    for content in (each.read_bytes() for each in files):
+        assert token.encode() not in content
+        assert b"job-token" not in content
+
+
 def job_of(bench: Bench, job: str) -> pidispatch.Job:
     outside = pidispatch.Outside(bench.store.path)
     return outside.kept(job)[0]
@@ -1663,6 +1718,43 @@ def test_a_job_that_waited_through_a_long_pause_still_gets_its_day_of_trying(
         [run] = bench.work()
     assert (run.state, run.reason) == ("failed", "infra")
     assert 0 <= bench.clock() - since - pidispatch.DAY < 600
+
+
+@pytest.mark.parametrize("how", ["cancelled", "refused", "given up"])
+def test_a_record_says_of_a_second_attempt_that_the_first_was_paid(
+    bench: Bench, how: str
+) -> None:
+    """The ledger keeps that slot, whatever becomes of the retry."""
+    bench.engine.exits.append(BoxExit(code=1, result=None, tokens=None))
+    [run] = bench.run()
+    assert (run.state, bench.used()) == ("queued", 1)
+    bench.clock.pass_(pidispatch.RETRY_SECONDS)
+    if how == "cancelled":
+        bench.store.cancel(run.id)
+    elif how == "refused":
+        bench.change(keys={})
+    else:
+        bench.forge.token_error = pidispatch.InfraError("away")
+        bench.dispatcher.deferrals_max = 0
+    bench.work()
+    _, record, _ = bench.store.run(run.id)
+    assert record
+    assert (record.budgetReserved, record.attempt, record.startedAt) == (True, 1, None)
+    assert bench.used() == 1
+
+
+def test_what_another_process_removes_while_we_look_is_no_trouble(
+    tmp_path: Path,
+) -> None:
+    """`compare` beside a worker: git's own folders come and go."""
+    root = tmp_path / "mirrors"
+    root.mkdir()
+    for kind in ("askpass", "quarantine", "folder"):
+        (root / f"{kind}-gone").symlink_to(tmp_path / "nowhere")
+        (root / f"{kind}-old").mkdir()
+        os.utime(root / f"{kind}-old", (1, 1))
+    pidispatch.Mirrors(root)
+    assert not [*root.glob("*-old")]
 
 
 def test_a_token_left_by_a_killed_git_is_swept_while_we_run(tmp_path: Path) -> None:

@@ -1023,9 +1023,8 @@ def test_doctor_says_whether_the_token_works(fake: demo.FakeForgejo, path: str) 
 
     def found(**more: Any) -> pidispatch.Check:
         checks: list[pidispatch.Check] = []
-        pidispatch._check_forges(
-            Settings(**fields, **more), (), checks, requests.Session()
-        )
+        session = requests.Session()
+        pidispatch._check_forges(Settings(**fields, **more), (), checks, session)
         [check] = checks
         return check
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import stat
 import subprocess
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from conftest import raw_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -714,6 +720,74 @@ def test_what_cannot_be_told_is_no_answer(fake: demo.FakeGitHub, status: int) ->
     assert client(fake).ask(asker(fake, "maintainer")) is True
 
 
+@pytest.fixture(params=["drips", "floods", "inflates"])
+def endless(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A server whose every answer has no end."""
+    import gzip
+
+    done = threading.Event()
+    packed = request.param == "inflates"
+    piece = {"drips": b" ", "floods": b" " * 65_536}.get(request.param, b"")
+    piece = piece or gzip.compress(b" " * 1_000_000)
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(1 << 40))
+            if packed:
+                self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not done.wait(0.02 if len(piece) == 1 else 0):
+                    self.wfile.write(piece)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    done.set()
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_answer_without_end_is_no_answer_and_ends(
+    endless: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte may come in time; the poller and the inbox would wait for ever."""
+    monkeypatch.setattr(pidispatch, "API_SECONDS", 0.3)
+    monkeypatch.setattr(pidispatch, "API_BYTES", 4_000_000)
+    forge = GitHub(Settings(github_api_url=endless, github_pat="t"), requests.Session())
+    began = time.monotonic()
+    with pytest.raises(InfraError, match="without end"):
+        forge.default_branch("octo/spoon")
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("kind", ["github", "gitlab", "forgejo"])
+def test_a_list_that_always_has_a_next_page_ends(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pidispatch, "API_PAGES", 5)
+    pages = itertools.count()
+
+    class Pages(requests.Session):
+        def request(self, *_: Any, **__: Any) -> requests.Response:
+            rows = [{"id": next(pages), "body": "", "user": None} for _ in range(100)]
+            answer = requests.Response()
+            answer.status_code, answer.raw = 200, raw_answer(json.dumps(rows).encode())
+            return answer
+
+    given = {"github_pat": "t", "gitlab_token": "t", "forgejo_token": "t"}
+    settings = Settings(**given, forgejo_url="https://f.example")
+    forge = pidispatch._FORGE_CLASSES[kind](settings, Pages())
+    read: Any = forge._rows if isinstance(forge, pidispatch.Forgejo) else forge._pages
+    place = ("/x", "o/r") if kind == "forgejo" else ("/x", "t")
+    with pytest.raises(InfraError, match="without end"):
+        list(read("read", list[dict[str, Any]], *place))
+
+
 class Canned(requests.Session):
     """A session that answers with fixed bytes, and remembers what it was asked."""
 
@@ -728,7 +802,7 @@ class Canned(requests.Session):
         self.asked = {"method": method, "url": url, **more}
         answer = requests.Response()
         answer.status_code = self.status
-        answer._content = self.body
+        answer.raw = raw_answer(self.body)
         answer.headers.update({k.replace("_", "-"): v for k, v in self.said.items()})
         return answer
 

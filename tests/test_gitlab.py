@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import requests
+from conftest import raw_answer
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -778,7 +779,7 @@ class Canned(requests.Session):
     ) -> requests.Response:
         self.asked = {"method": method, "url": url, **more}
         answer = requests.Response()
-        answer.status_code, answer._content = self.status, self.body
+        answer.status_code, answer.raw = self.status, raw_answer(self.body)
         return answer
 
 

@@ -349,6 +349,72 @@ def test_nothing_that_an_earlier_box_wrote_runs_on_the_host(
     assert mark.exists(), "the trap is one: git by itself walks into it"
 
 
+def make_tree(folder: Path, rows: str) -> str:
+    config = ["-c", "safe.directory=*"]
+    made = subprocess.run(
+        ["git", *config, "mktree"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        input=rows.encode(),
+    )
+    return made.stdout.decode().strip()
+
+
+def tree_bomb(folder: Path) -> str:
+    """A tree of 10^12 files in thirteen objects."""
+    blob = git(folder, "hash-object", "-w", "spoon.txt")
+    tree = make_tree(folder, f"100644 blob {blob}\tSKILL.md\n")
+    for _ in range(12):
+        rows = (f"040000 tree {tree}\t{name}\n" for name in "abcdefghij")
+        tree = make_tree(folder, "".join(rows))
+    return tree
+
+
+@pytest.mark.parametrize("at", [".pi/skills/task", "elsewhere"])
+def test_a_tree_that_unfolds_without_end_is_refused_in_bounds(
+    folder: Path, tmp_path: Path, at: str
+) -> None:
+    """It would fill the memory of the process that serves."""
+    tree = tree_bomb(folder)
+    for name in reversed(at.split("/")):
+        tree = make_tree(folder, f"040000 tree {tree}\t{name}\n")
+    commit = git(folder, "commit-tree", "-m", "x", tree)
+    git(folder, "update-ref", "HEAD", commit)
+    give_away(folder)
+    mirrors = pidispatch.Mirrors(
+        tmp_path / "mirrors", bounds=pidispatch.Bounds(check=20, cpu=2)
+    )
+    began = time.monotonic()
+    with pytest.raises(pidispatch.Refused) as refused:
+        pidispatch.look_at_folder(mirrors.git, folder, "task")
+    reason = "flow-not-found" if at.startswith(".pi") else "folder-unusable"
+    assert refused.value.reason == reason
+    assert time.monotonic() - began < 20
+    assert not [*(tmp_path / "mirrors").glob("folder-*")]
+
+
+@pytest.mark.parametrize("name", [".git", ".git/index", ".git/config", ".git/HEAD"])
+def test_a_huge_file_that_an_earlier_box_left_is_not_read_whole(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    """A sparse one costs the box nothing; what copies or reads it dies of it."""
+    if name == ".git":
+        shutil.rmtree(folder / ".git")
+    (folder / name).touch()
+    os.truncate(folder / name, 1 << 42)
+    if name == ".git":
+        assert pidispatch.folder_fault(str(folder))
+    elif name == ".git/index":
+        with pytest.raises(pidispatch.Refused) as refused:
+            look(folder, tmp_path)
+        assert refused.value.reason == "folder-unusable"
+    else:
+        assert look(folder, tmp_path).path == folder
+    kept = sum(p.lstat().st_size for p in (tmp_path / "state").rglob("*"))
+    assert kept < 1 << 20
+
+
 def test_links_that_an_earlier_box_left_are_not_followed_for_the_skill(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -374,6 +440,78 @@ def test_the_folders_own_flow_is_that_of_its_commit(
     skill.write_text("edited")
     found = look(give_away(folder), tmp_path, "tidy")
     assert (found.skill, found.changes) == ({"SKILL.md": b"committed"}, 1)
+
+
+OWN_FILES = {
+    "db": "pi.db",
+    "state_dir": "state",
+    "triggers_file": "rules.json",
+    "limits_file": "caps.json",
+    "settings_file": "overlay.json",
+    "providers_file": "models.json",
+    "sessions_dir": "sessions",
+    "on_failure": "hook.sh",
+    "github_app_key": "app.pem",
+}
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["inside", "through a link"])
+@pytest.mark.parametrize("field", OWN_FILES)
+def test_a_folder_that_holds_what_steers_us_is_given_to_no_box(
+    world: World, folder: Path, field: str, linked: bool
+) -> None:
+    """A box could read the secrets there, or name a program for the host to run."""
+    outside = world.root / "link"
+    outside.symlink_to(folder)
+    place = (outside if linked else folder) / OWN_FILES[field]
+    settings = msgspec.structs.replace(world.settings, **{field: place})
+    fault = pidispatch.own_file_fault(settings, folder)
+    assert fault and place.name in fault
+    assert pidispatch.own_file_fault(world.settings, folder) is None
+
+
+def test_a_cron_rules_folder_that_holds_what_steers_us_is_refused(
+    world: World, folder: Path
+) -> None:
+    """Also by a worker, which has its settings from elsewhere."""
+    world.change(on_failure=folder / "hook.sh", sessions_dir=folder / "sessions")
+    local = run_here(world, folder)
+    assert_refused(world, local.wait(), "folder-unusable")
+    local.close()
+
+
+def test_a_path_setting_that_is_added_later_is_watched_as_well() -> None:
+    fields = pidispatch.Settings.__annotations__.items()
+    assert {name for name, kind in fields if "Path" in str(kind)} == set(OWN_FILES)
+
+
+@pytest.mark.parametrize("at", [".", "sub"])
+def test_a_strangers_dotenv_runs_nothing_when_its_folder_is_worked_in(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """`cd FOLDER; pidispatch run .` would begin with that folder's own settings."""
+    mark, hook = tmp_path / "owned", folder / "hook.sh"
+    hook.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    hook.chmod(0o755)
+    (folder / "sub").mkdir()
+    (folder / at / ".env").write_text(f"PI_ON_FAILURE={hook}\n")
+    monkeypatch.chdir(folder / at)
+    monkeypatch.setenv("PI_DB", str(tmp_path / "pi.db"))
+    monkeypatch.setenv("PI_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+    told = CliRunner().invoke(pidispatch.main, ["run", str(folder), "--task", "x"])
+    assert told.exit_code == 2 and "is steered" in told.output
+    assert not mark.exists() and not (tmp_path / "pi.db").exists()
+
+
+def test_a_projects_own_dotenv_is_no_matter(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / ".env").write_text("DATABASE_URL=x\n")
+    assert pidispatch.own_file_fault(world.settings, folder) is None
+    (folder / ".env").write_text("WEBHOOK_SECRET=x\n")
+    assert pidispatch.own_file_fault(world.settings, folder)
 
 
 def test_an_unknown_flow_is_refused_before_spending(world: World, folder: Path) -> None:
@@ -511,6 +649,30 @@ def test_a_folder_is_held_through_a_retrys_wait_and_by_its_real_name(
     assert last and last.job.id == second.id
 
 
+@pytest.mark.parametrize("outer_first", [True, False])
+def test_a_folder_within_another_is_not_worked_in_beside_it(
+    store: pidispatch.Store, clock: FakeClock, tmp_path: Path, outer_first: bool
+) -> None:
+    """The box of the one could write, or replace by a link, the folder of the other."""
+    places = [tmp_path / "notes", tmp_path / "notes" / "sub"]
+    beside = tmp_path / "notes-too"
+    places = places if outer_first else places[::-1]
+    first, second, third = (
+        pidispatch.local_job(rule(place), clock()) for place in (*places, beside)
+    )
+    for job in (first, second, third):
+        store.admit_local(job)
+    held = store.claim()
+    assert held and held.job.id == first.id
+    other = store.claim()
+    assert other and other.job.id == third.id, "its name only begins alike"
+    assert store.claim() is None
+    assert store.holder(second.id) == first.id
+    store.finish(held, record_of(held), None)
+    last = store.claim()
+    assert last and last.job.id == second.id
+
+
 def test_a_retry_takes_its_own_half_done_work_for_no_dirt(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -603,13 +765,20 @@ def test_a_run_here_touches_no_other_job_of_the_queue(
     local.close()
 
 
+@pytest.mark.parametrize("state", ["claimed", "running", "waits for its retry"])
 def test_a_folder_that_a_dead_worker_held_is_said_and_not_waited_for(
-    world: World, folder: Path
+    world: World, folder: Path, state: str
 ) -> None:
     store = pidispatch.Store(world.settings.db)
     first = pidispatch.local_job(rule(folder, task="first"), time.time())
     store.admit_local(first)
-    assert store.claim()
+    claimed = store.claim()
+    assert claimed
+    if state != "claimed":
+        store.start(claimed, pidispatch.Caps.of(world.settings))
+        store.running(claimed)
+    if state.startswith("waits"):
+        store.retry(claimed, time.time() + pidispatch.RETRY_SECONDS)
     store.close()
     local = run_here(world, folder)
     with pytest.raises(pidispatch.ConfigError, match=f"{first.id} has the folder"):

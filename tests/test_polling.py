@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import requests
-from conftest import FakeClock, record_of
+from conftest import FakeClock, raw_answer, record_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import world as whole_world
@@ -655,7 +655,7 @@ class Canned(requests.Session):
         self.asked += 1
         answer = requests.Response()
         answer.status_code = 200
-        answer._content = self.body
+        answer.raw = raw_answer(self.body)
         answer.headers.update(self.headers_)
         return answer
 
@@ -854,14 +854,15 @@ def test_a_repository_that_is_not_polled_any_more_is_not_shown(room: Room) -> No
 
 def test_the_doctor_reads_each_polled_repository(room: Room) -> None:
     found: list[pidispatch.Check] = []
-    kept = pidispatch._check_polls(room.settings, found, requests.Session())
+    session = requests.Session()
+    kept = pidispatch._check_polls(room.settings, found, session)
     assert kept is room.settings
     assert [(check.state, check.found) for check in found] == [
         ("ok", "octo/lamp: can be read")
     ]
     other = msgspec.structs.replace(room.settings, poll_repos=("octo/none",))
-    pidispatch._check_polls(other, found, requests.Session())
+    pidispatch._check_polls(other, found, session)
     assert (found[1].state, "HTTP 404" in found[1].found) == ("fail", True)
     bad = msgspec.structs.replace(room.settings, poll_repos=("gitlab:a/b",))
-    assert pidispatch._check_polls(bad, found, requests.Session()).poll_repos == ()
+    assert pidispatch._check_polls(bad, found, session).poll_repos == ()
     assert found[2].state == "fail"

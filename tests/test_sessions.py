@@ -422,6 +422,27 @@ def test_a_box_that_leaves_no_transcript_is_a_completed_run_that_says_so(
     assert again(resuming).session == SessionNote(False, "not-kept")
 
 
+@pytest.mark.parametrize(
+    ("reason", "then"),
+    [
+        ("runner-policy", SessionNote(False, "absent")),
+        ("turn-budget", SessionNote(True, None)),
+    ],
+)
+def test_a_conversation_that_the_provider_refuses_fails_one_run_and_not_all(
+    resuming: Bench, reason: str, then: SessionNote
+) -> None:
+    """An injected run may leave one that is well formed and never taken (400)."""
+    again(resuming)
+    resuming.clock.pass_(pidispatch.WINDOW_SECONDS + 1)
+    said = msgspec.structs.replace(OK.result, code=2, reason=reason)
+    resuming.engine.exits.append(BoxExit(code=2, result=said))
+    run = resuming.run(resume=True)[0]
+    assert (run.state, run.reason) == ("policy", reason)
+    resuming.clock.pass_(pidispatch.WINDOW_SECONDS + 1)
+    assert again(resuming).session == then
+
+
 def test_what_the_box_was_told_in_secret_is_not_kept(resuming: Bench) -> None:
     """T46: the job's token, should the agent have printed it."""
     told = message("e", "d", "toolResult", "token y-token")

@@ -25,6 +25,11 @@ image *arguments:
 demo:
     pidispatch demo
 
+# One file that needs no Python: dist/pidispatch, and its tests.
+binary:
+    .ci/binary
+    PIDISPATCH_BINARY=dist/pidispatch pytest -q tests/test_binary.py -m binary
+
 # Measurements; they take the machine for themselves.
 bench pairs="20":
     pytest tests/bench -m bench --bench-pairs={{ pairs }}

@@ -38,7 +38,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path, PurePosixPath
 from typing import (
     IO,
@@ -113,6 +120,9 @@ MAX_NUMBER = 2**53
 
 TargetType = Literal["issue", "pull_request", "local"]
 ForgeKind = Literal["github", "gitlab", "forgejo", "azure"]
+#: What people make of a review request, and what an event may say of it.
+Picked = Literal["merged", "closed"]
+Ending = Literal["merged", "closed", "reopened"]
 
 
 class ForgeRow(msgspec.Struct, frozen=True):
@@ -1253,6 +1263,11 @@ def siblings(replica: int | None, replicas: int | None) -> tuple[int, ...]:
     return tuple(i for i in range(1, (replicas or 0) + 1) if i != replica)
 
 
+def request_key(place: str, number: int) -> str:
+    """A review request among all of them; `place` is the repository's, one spelling."""
+    return f"{place}!{number}"
+
+
 def label_digest(name: str) -> str:
     """What is remembered of a label: enough to know it again."""
     return _digest(name, 16)
@@ -1333,6 +1348,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     draft, nor added a label.
     `remember`: the labels the item has from now on, of a forge that does not say
     what an event added.
+    `ending`: what became of the review request that it is about.
     """
 
     forge: ForgeKind
@@ -1361,6 +1377,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     rev: int | None = None
     inert: bool = False
     remember: tuple[str, ...] | None = None
+    ending: Ending | None = None
 
 
 class On(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -2321,8 +2338,12 @@ def _refuse_twins(
             first[name] = entry.place.path
 
 
-def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
+def load_triggers(
+    text: bytes, source: str, providers: Collection[str] | None = None
+) -> tuple[Rule, ...]:
     """Validate a whole triggers file; raises `Faults` naming every fault.
+
+    `providers` are those that replicaModels may name; None: any.
 
     A fault reads `triggers[3].run.replicas: 4 must be …`: the field's path
     with the rule's index, its value as JSON, why it is refused, what to do.
@@ -2331,6 +2352,8 @@ def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
     faults: list[str] = []
     root = _Place("", _parse(text, faults), faults, _unknown_of_rule)
     entries = _entries(root) if root.value is not msgspec.UNSET else []
+    if providers is not None:
+        _refuse_strangers(entries, providers)
     if faults:
         raise Faults(source, faults)
     return tuple(
@@ -2339,17 +2362,30 @@ def load_triggers(text: bytes, source: str) -> tuple[Rule, ...]:
     )
 
 
+def _refuse_strangers(entries: Sequence[_Entry], providers: Collection[str]) -> None:
+    """A set that lacks a model would be paid for and could not be compared."""
+    for entry in entries:
+        for i, model in enumerate(entry.run.get("replicaModels", ())):
+            if model.partition("/")[0] not in providers:
+                entry.place.at("run", "replicaModels", i).refuse(
+                    f"names no provider that is known: {', '.join(sorted(providers))};"
+                    " describe another in PI_PROVIDERS_FILE"
+                )
+
+
 _NO_RULES_FIX = "name another file, or let `pidispatch init` write an example"
 
 
-def read_triggers(path: Path) -> tuple[Rule, ...]:
+def read_triggers(
+    path: Path, providers: Collection[str] | None = None
+) -> tuple[Rule, ...]:
     """`load_triggers` of a file; one that cannot be read is a fault as well."""
     try:
         text = path.read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise Faults(str(path), [f"cannot be read: {why}"], _NO_RULES_FIX) from error
-    return load_triggers(text, str(path))
+    return load_triggers(text, str(path), providers)
 
 
 def triggers_schema() -> dict[str, Any]:
@@ -2548,6 +2584,11 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     by: str
 
 
+def forge_place(kind: str, repo: str) -> str:
+    """A repository as scopes of limits.json match it: one spelling a place."""
+    return f"{kind}:{repo.casefold()}"
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run to be made: the queue's payload, also read by prompts and box.
 
@@ -2591,10 +2632,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def place(self) -> str:
-        """Where it works, as scopes of limits.json match it: one spelling a place."""
+        """Where it works: a forge's repository, or the folder of a local run."""
         if self.local:
             return f"local:{os.path.normpath(self.run.folder or '')}"
-        return f"{self.kind}:{self.repo.casefold()}"
+        return forge_place(self.kind, self.repo)
 
     def without_text(self) -> Job:
         """What is kept of a job that can run no more: numbers, ids, its rule.
@@ -3492,6 +3533,7 @@ class _GitHubItem(msgspec.Struct):
     user: _GitHubUser | _Odd = None
     labels: _LabelRows = None
     pull_request: Any = None
+    merged: Any = None
     head: _GitHubHead | _Odd = None
 
 
@@ -3594,6 +3636,18 @@ def _actor(user: object) -> Actor | None:
     found = _shaped(_GitHubUser, user)
     number = _id(found.id)
     return Actor(number, _str(found.login)) if number else None
+
+
+def _pull_ending(name: str, action: str | None, item: _GitHubItem) -> Ending | None:
+    """What a delivery says became of its pull request. In a row of an issue's events
+    the issue tells when its request was merged."""
+    if name != "pull_request":
+        return None
+    if action in ("closed", "merged"):
+        part = item.pull_request if isinstance(item.pull_request, dict) else {}
+        merged = item.merged is True or _time(part.get("merged_at")) is not None
+        return "merged" if merged or action == "merged" else "closed"
+    return "reopened" if action == "reopened" else None
 
 
 def _is_said(notes: Iterable[_GitHubNote], marker: str, own: str | None) -> bool:
@@ -3800,6 +3854,7 @@ class GitHub(PullForge):
             head=sha if _SHA.fullmatch(sha) else None,
             when=_time(item.updated_at),
             fault=self._fault(name, kind, repo, target),
+            ending=_pull_ending(name, action, item),
         )
 
     @staticmethod
@@ -3843,7 +3898,7 @@ class GitHub(PullForge):
         item, action = _shaped(_GitHubItem, row.issue), _str(row.event)
         pull = item.pull_request is not None
         name = "pull_request" if pull else "issues"
-        if action not in self.served[name]:
+        if action not in self.served[name] and not (pull and action == "merged"):
             return None
         sent = _GitHubDelivery(
             action=action,
@@ -4406,6 +4461,7 @@ class Forgejo(PullForge):
             when=_time(item.updated_at),
             fault=self._fault(name, kind, repo, target),
             remember=labels if known else None,
+            ending=_pull_ending(name, action, item),
         )
 
     @staticmethod
@@ -4732,6 +4788,11 @@ class GitLab(ApiForge):
         "WorkItem": "issue",
         "MergeRequest": "pull_request",
     }
+    endings: ClassVar[Mapping[str, Ending]] = {
+        "merge": "merged",
+        "close": "closed",
+        "reopen": "reopened",
+    }
     hooks: ClassVar[Mapping[str, str]] = {
         "issue": "Issue Hook",
         "work_item": "Issue Hook",
@@ -4842,6 +4903,7 @@ class GitLab(ApiForge):
             when=self._moment(told.updated_at),
             fault=self._fault(hook, sent, kind, repo, target),
             inert=action == "update" and not added and self._inert(sent, told),
+            ending=self.endings.get(action) if name == "merge_request" else None,
         )
 
     @staticmethod
@@ -5387,6 +5449,12 @@ class Azure(ApiForge):
             "comment",
         ),
     }
+    #: What an update's status makes of the request; an active one may always have been.
+    endings: ClassVar[Mapping[str, Ending]] = {
+        "completed": "merged",
+        "abandoned": "closed",
+        "active": "reopened",
+    }
     #: Services with an address of their own (azure-devops-python-api, resource areas).
     graph_area = "bb1e7ec9-e901-4b68-999a-de7012b920f8"
     identity_area = "8a3d49b8-91f0-46ef-b33d-dda338c25db3"
@@ -5538,7 +5606,11 @@ class Azure(ApiForge):
         # until the API has told who pushed
         over = None if pull.status in ("active", None) else "action-not-actionable"
         return msgspec.structs.replace(
-            event, actor=event.author, fault=over, incomplete=over is None
+            event,
+            actor=event.author,
+            fault=over,
+            incomplete=over is None,
+            ending=self.endings.get(_str(pull.status)),
         )
 
     @staticmethod
@@ -6290,7 +6362,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The run record. Key order is the contract and every key is present.
 
     Integers, ids and fixed words only: no title, body, login, label, branch
-    name or path ever enters (00-map, principle 11).
+    name or path ever enters (00-map, principle 11). `picked` is what people made
+    of its review request, once they have.
     """
 
     jobId: str
@@ -6317,6 +6390,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     session: SessionNote | None
     bundle: bool
     host: str
+    picked: Picked | None
 
 
 _SCHEMA_1 = """
@@ -6416,6 +6490,24 @@ CREATE TABLE cron (
 CREATE INDEX jobs_scope ON jobs (scope);
 """
 
+#: What people make of the requests we opened: `request_key` finds the runs (a later
+#: set and a replay go on in a request), `ended_when` is the newest event's time; and
+#: the siblings' requests that are still to be told of one.
+_SCHEMA_PICKS = """
+ALTER TABLE runs ADD COLUMN request_key TEXT;
+ALTER TABLE runs ADD COLUMN ended_when REAL NOT NULL DEFAULT 0;
+UPDATE runs SET record = json_set(record, '$.picked', NULL);
+UPDATE runs SET request_key = (SELECT scope FROM jobs WHERE jobs.id = runs.job_id)
+    || '!' || json_extract(request, '$.number') WHERE request IS NOT NULL;
+CREATE INDEX runs_request ON runs (request_key) WHERE request_key IS NOT NULL;
+CREATE INDEX runs_set ON runs (set_id);
+CREATE TABLE sibling_notices (
+    job_id TEXT NOT NULL, about TEXT NOT NULL, at INTEGER NOT NULL,
+    tries INTEGER NOT NULL DEFAULT 0, not_before REAL NOT NULL DEFAULT 0,
+    PRIMARY KEY (job_id, about, at)
+) STRICT;
+"""
+
 #: Names of the migrations this version knows, oldest first; a file that has
 #: another one was written by a newer pidispatch and is left alone.
 _MIGRATIONS: tuple[tuple[str, str], ...] = (
@@ -6424,6 +6516,7 @@ _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("002-limited", _SCHEMA_LIMITED),
     ("002-comments", _SCHEMA_COMMENTS),
     ("003-schedule", _SCHEMA_SCHEDULE),
+    ("003-picks", _SCHEMA_PICKS),
 )
 
 
@@ -6496,6 +6589,38 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None
     at: float
     request: Request | None
+    picked: Picked | None = None
+
+
+class Pick(msgspec.Struct, frozen=True):
+    """How a replica index or a model fared: the sets it ran in, and its requests that
+    people merged or closed."""
+
+    name: str
+    sets: int
+    merged: int
+    closed: int
+
+
+class Picks(msgspec.Struct, frozen=True):
+    """What people chose among the sets on record; `sets` had a run that ended,
+    `decided` of them a request that was merged."""
+
+    sets: int
+    decided: int
+    replicas: list[Pick]
+    models: list[Pick]
+
+
+class SiblingNotice(msgspec.Struct, frozen=True):
+    """To be said on `job`'s open request: that of its sibling `about` has ended,
+    `at` by the event's own time, milliseconds."""
+
+    job: Job
+    request: Request
+    about: RunRow
+    at: int
+    tries: int
 
 
 class PollState(msgspec.Struct, frozen=True):
@@ -6631,6 +6756,14 @@ class Reader:
         rows = self._rows(sql, limit)
         return [msgspec.json.decode(row["record"], type=Record) for row in rows]
 
+    def picks(self) -> Picks:
+        """What people chose, by replica index and by model."""
+        found: dict[str, list[Pick]] = {"all": [], "replica": [], "model": []}
+        for part, *row in self._rows(_PICKS):
+            found[part].append(Pick(*row))
+        (total,) = found["all"]
+        return Picks(total.sets, total.merged, found["replica"], found["model"])
+
     def run(self, job: str) -> tuple[RunRow, Record | None, list[RunRow]]:
         """One job, its record if it ended, and its siblings. Raises ConfigError."""
         rows = self._rows(f"{_RUNS} WHERE jobs.id = ?", job)
@@ -6718,6 +6851,23 @@ class Reader:
         )
 
 
+_PICKS = """WITH chosen AS (
+        SELECT set_id, json_extract(record, '$.picked') AS picked,
+        'r' || json_extract(record, '$.replica') AS replica,
+        json_extract(record, '$.provider') || '/' || json_extract(record, '$.model')
+        AS model FROM runs WHERE json_extract(record, '$.replicas') > 1
+        AND set_id <> job_id)  -- a replay is no set
+    SELECT 'all', '', count(DISTINCT set_id),
+        count(DISTINCT CASE WHEN picked = 'merged' THEN set_id END), 0 FROM chosen
+    UNION ALL
+    SELECT 'replica', replica, count(DISTINCT set_id),
+        count(nullif(picked, 'closed')), count(nullif(picked, 'merged'))
+        FROM chosen GROUP BY replica
+    UNION ALL
+    SELECT 'model', model, count(DISTINCT set_id),
+        count(nullif(picked, 'closed')), count(nullif(picked, 'merged'))
+        FROM chosen WHERE model IS NOT NULL GROUP BY model"""
+
 _RUNS = """SELECT jobs.id, jobs.set_id, jobs.state, jobs.payload, jobs.queued_at,
            jobs.ended_at, runs.record, runs.request
            FROM jobs LEFT JOIN runs ON runs.job_id = jobs.id"""
@@ -6741,6 +6891,7 @@ def _run_row(row: sqlite3.Row) -> RunRow:
             tokens=record.tokens.total if record.tokens else None,
             at=row["ended_at"],
             request=link,
+            picked=record.picked,
         )
     job = msgspec.json.decode(row["payload"], type=Job)
     return RunRow(
@@ -7180,6 +7331,45 @@ class Store(Controls):
     def limited_told(self, set_id: str) -> None:
         sql = "UPDATE limited SET payload = NULL WHERE set_id = ?"
         self._write(lambda db: db.execute(sql, (set_id,)))
+
+    # -- what people pick ------------------------------------------------------
+
+    def note_ending(self, place: str, number: int, ending: Ending, at: float) -> bool:
+        """Note what became of a request that a run of ours opened, and queue the words
+        for its siblings' requests. False: not ours, or known."""
+        key = request_key(place, number)
+        if not self._rows(_RUNS_OF_REQUEST, key):  # most requests are people's
+            return False
+        return self._write(lambda db: _note_ending(db, key, ending, at))
+
+    def due_siblings(self) -> list[SiblingNotice]:
+        """What is to be said on the open requests of siblings."""
+        sql = """SELECT sibling_notices.*, jobs.payload, runs.request
+                 FROM sibling_notices JOIN jobs ON jobs.id = job_id
+                 JOIN runs USING (job_id)
+                 WHERE sibling_notices.not_before <= ? LIMIT 20"""
+        return [
+            SiblingNotice(
+                msgspec.json.decode(row["payload"], type=Job),
+                msgspec.json.decode(row["request"], type=Request),
+                self.run(row["about"])[0],
+                row["at"],
+                row["tries"],
+            )
+            for row in self._rows(sql, self.clock())
+        ]
+
+    def postpone_sibling(self, notice: SiblingNotice, until: float) -> None:
+        sql = """UPDATE sibling_notices SET not_before = ?, tries = tries + 1
+                 WHERE job_id = ? AND about = ? AND at = ?"""
+        values = (until, notice.job.id, notice.about.id, notice.at)
+        self._write(lambda db: db.execute(sql, values))
+
+    def sibling_told(self, notice: SiblingNotice) -> None:
+        sql = """DELETE FROM sibling_notices
+                 WHERE job_id = ? AND about = ? AND at = ?"""
+        values = (notice.job.id, notice.about.id, notice.at)
+        self._write(lambda db: db.execute(sql, values))
 
     def cancelled(self, job: str) -> bool:
         return bool(self._rows("SELECT 1 FROM jobs WHERE id = ? AND cancel <> ''", job))
@@ -7810,6 +8000,69 @@ def _published(
     sql = """UPDATE runs SET request = ?1, record = CASE WHEN ?2 IS NULL THEN record
              ELSE json_set(record, '$.reason', ?2) END WHERE job_id = ?3"""
     db.execute(sql, (link, reason, job))
+    if request:
+        place = db.execute("SELECT scope FROM jobs WHERE id = ?", (job,)).fetchone()[0]
+        _open_again(db, job, request_key(place, request.number))
+        db.execute(_SIBLING_NOTICES, {"tell": job, "of": None})
+
+
+def _open_again(db: sqlite3.Connection, job: str, key: str) -> None:
+    """The run's request by which endings find it; what became of another before it
+    says nothing of this one."""
+    sql = """UPDATE runs SET record = json_set(record, '$.picked', NULL),
+             ended_when = 0 WHERE job_id = ? AND request_key <> ?"""
+    db.execute(sql, (job, key))
+    db.execute("UPDATE runs SET request_key = ? WHERE job_id = ?", (key, job))
+
+
+#: Tells the open requests of siblings of each that has ended: those of the runs with
+#: the request `of`, or that of the run `tell`, which opened after others had ended.
+_SIBLING_NOTICES = """INSERT OR IGNORE INTO sibling_notices (job_id, about, at)
+    SELECT told.job_id, ended.job_id, CAST(round(ended.ended_when * 1000) AS INTEGER)
+    FROM runs AS ended JOIN runs AS told
+    ON told.set_id = ended.set_id AND told.job_id <> ended.job_id
+    WHERE ended.set_id IN (SELECT set_id FROM runs WHERE request_key = :of
+                           UNION SELECT set_id FROM runs WHERE job_id = :tell)
+    AND (ended.request_key = :of OR told.job_id = :tell)
+    AND told.request_key <> ended.request_key
+    AND json_extract(ended.record, '$.picked') IS NOT NULL
+    AND json_extract(told.record, '$.picked') IS NULL"""
+
+_RUNS_OF_REQUEST = """SELECT job_id, json_extract(record, '$.picked') AS picked,
+    ended_when FROM runs WHERE request_key = ?"""
+
+
+def _note_ending(db: sqlite3.Connection, key: str, ending: Ending, at: float) -> bool:
+    noted = [
+        _note_of_run(db, run, ending, at)
+        for run in db.execute(_RUNS_OF_REQUEST, (key,)).fetchall()
+    ]
+    if any(noted):
+        db.execute(_SIBLING_NOTICES, {"of": key, "tell": None})
+    return any(noted)
+
+
+def _note_of_run(
+    db: sqlite3.Connection, run: sqlite3.Row, ending: Ending, at: float
+) -> bool:
+    """A merge is final. Else the newest event counts, however late it comes.
+
+    Forges tell whole seconds: what comes later of one second is taken as later.
+    """
+    picked = None if ending == "reopened" else ending
+    late = picked != "merged" and at < int(run["ended_when"])
+    if late or run["picked"] == "merged":
+        return False
+    job = run["job_id"]
+    if run["picked"] == picked:
+        sql = "UPDATE runs SET ended_when = max(ended_when, ?) WHERE job_id = ?"
+        db.execute(sql, (at if picked is None else 0, job))
+        return False
+    db.execute("DELETE FROM sibling_notices WHERE about = ?", (job,))
+    sql = """UPDATE runs SET record = json_set(record, '$.picked', ?), ended_when = ?
+             WHERE job_id = ?"""
+    db.execute(sql, (picked, max(at, run["ended_when"] + 0.001), job))
+    return True
 
 
 def _set_flag(db: sqlite3.Connection, name: str, value: str | None, at: float) -> None:
@@ -7825,6 +8078,10 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
     db.execute("DELETE FROM comments WHERE at < ?", (before,))
     db.execute("DELETE FROM limited WHERE at < ?", (before,))
+    db.execute(
+        """DELETE FROM sibling_notices WHERE job_id NOT IN (SELECT id FROM jobs)
+           OR about NOT IN (SELECT id FROM jobs)"""
+    )
     # a month of 31 days may have an hour more, and its cap counts all of it
     db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before - DAY,))
     db.execute("DELETE FROM label_memory WHERE seen_at < ?", (before,))
@@ -9504,10 +9761,14 @@ class Mirror(Repository, frozen=True):
         missing = [commit for commit in commits if not self.has(commit)]
         if not missing:
             return
+        begun = time.monotonic()
+        log_event("mirror-fetching", mirror=self.path.name)
         if not self._fetch(remote, missing):
             self._fetch(remote, refs)
             if not all(map(self.has, missing)):
                 raise Refused("sha-gone", "the forge no longer has the job's commit")
+        took = round(time.monotonic() - begun, 1)
+        log_event("mirror-fetched", mirror=self.path.name, seconds=took)
         if len([*self.path.glob("objects/pack/*.pack")]) > MIRROR_PACKS:
             self.run("repack", "-d", "--geometric=2", "--quiet")
 
@@ -11630,6 +11891,7 @@ class Dispatcher:
             session=attempt.lineage.note if attempt.lineage else None,
             bundle=bool(ended and ended.bundle),
             host=_host_name(),
+            picked=None,
         )
 
     # -- the way out ---------------------------------------------------------
@@ -11716,6 +11978,8 @@ class Dispatcher:
             self.publish(job.id)
         for job, tries in self.store.due_limited():
             self._tell_limited(job, tries)
+        for sibling in self.store.due_siblings():
+            self._tell_sibling(sibling)
 
     def _tell_limited(self, job: Job, tries: int) -> None:
         """Say once that a target had its hour's deliveries; what is down is retried."""
@@ -11726,16 +11990,50 @@ class Dispatcher:
         )
         fix = "act again then, or raise `PI_TARGET_HOURLY`"
         notice = _refusal_notice(job, Refused("rate-limited", message, fix))
+
+        def later(until: float) -> None:
+            self.store.postpone_limited(job.set, until)
+
+        if self._told_now(job, lambda: self._tell(job, None, notice), tries, later):
+            self.store.limited_told(job.set)
+
+    def _tell_sibling(self, told: SiblingNotice) -> None:
+        """Say on a request that is still open what became of its sibling's."""
+
+        def tell() -> None:
+            job, forge = told.job, self.forge(told.job)
+            assert job.branch
+            found = forge.find_request(job.repo, job.branch)
+            if found and found.number == told.request.number:
+                marker = sibling_marker(told)
+                text = sibling_text(told, marker)
+                target = Target("pull_request", found.number)
+                forge.comment(job.repo, target, text, marker)
+
+        def later(until: float) -> None:
+            self.store.postpone_sibling(told, until)
+
+        if self._told_now(told.job, tell, told.tries, later):
+            self.store.sibling_told(told)
+
+    def _told_now(
+        self,
+        job: Job,
+        tell: Callable[[], object],
+        tries: int,
+        later: Callable[[float], None],
+    ) -> bool:
+        """Whether it is told, or never can be; what is down is tried again later."""
         try:
-            self._tell(job, None, notice)
+            tell()
         except (Refused, Rejected) as error:
             _event("comment-refused", job, level=logging.WARNING, error=error)
         except Exception as error:  # one telling's edge: others go on
             wait = min(5 * 2 ** min(tries, 16), PUBLISH_WAIT_MAX)
             _event("publish-retry", job, level=logging.WARNING, wait=wait, error=error)
-            self.store.postpone_limited(job.set, self.clock() + wait)
-            return
-        self.store.limited_told(job.set)
+            later(self.clock() + wait)
+            return False
+        return True
 
     # -- the start -----------------------------------------------------------
 
@@ -11897,6 +12195,19 @@ def _refusal_notice(job: Job, refusal: Refused) -> Notice:
         marker=marker,
     )
     return Notice("refused", text, marker)
+
+
+def sibling_marker(told: SiblingNotice) -> str:
+    """By the request that ended, not the run: a later set may have the same ones."""
+    assert told.about.request
+    number = told.about.request.number
+    return comment_marker(f"request-{number}", f"ended-{told.at}")
+
+
+def sibling_text(told: SiblingNotice, marker: str) -> str:
+    """The comment on a request whose sibling's was merged or closed."""
+    noun = FORGES[told.job.kind].request_noun
+    return render("comment-sibling.md.j2", told=told, noun=noun, marker=marker)
 
 
 def _end_notice(job: Job, record: Record, ended: BoxExit | None) -> Notice | None:
@@ -12435,12 +12746,18 @@ class WatchedFile(Generic[T]):
 
 
 class TriggersFile(WatchedFile[tuple[Rule, ...]]):
-    """The rules in force. One that names a forge that is not served is a fault."""
+    """The rules in force. One that names a forge that is not served is a fault, and
+    so is a replica's model of a provider that is not among `providers`."""
 
     name = "triggers"
 
-    def __init__(self, path: Path, served: Iterable[str]) -> None:
-        self.served = frozenset(served)
+    def __init__(
+        self,
+        path: Path,
+        served: Iterable[str],
+        providers: Collection[str] | None = None,
+    ) -> None:
+        self.served, self.providers = frozenset(served), providers
         super().__init__(path)
 
     @property
@@ -12448,7 +12765,7 @@ class TriggersFile(WatchedFile[tuple[Rule, ...]]):
         return self.value
 
     def parse(self, content: bytes, source: str) -> tuple[Rule, ...]:
-        rules = load_triggers(content, source)
+        rules = load_triggers(content, source, self.providers)
         faults = [
             f"triggers[{rule.index}].run.kind: {json.dumps(rule.run.kind)} is not "
             f"served: set {FORGES[rule.run.kind].secret_variable}"
@@ -12574,11 +12891,22 @@ class Intake:
             body_sha=body_sha,
             received=self.clock(),
         )
+        self._note_ending(delivery)
         if event.remember is None:
             return self._decide(delivery)
         # of one item one after the other: each is compared with the one before
         with self._turns[hash(delivery.target) % len(self._turns)]:
             return self._decide(self._compared(delivery))
+
+    def _note_ending(self, delivery: Delivery) -> None:
+        """What people made of a request of ours is noted whether or not a rule wants
+        the event, and changes nothing of what becomes of the delivery."""
+        event = delivery.event
+        if event.ending and event.repo and event.target:
+            place = forge_place(event.forge, event.repo)
+            number, at = event.target.number, delivery.when
+            if self.store.note_ending(place, number, event.ending, at):
+                log_event("request-ended", request=number, became=event.ending)
 
     def _compared(self, delivery: Delivery) -> Delivery:
         """The delivery with the labels it added to those its item had before.
@@ -13410,7 +13738,9 @@ class Worker:
         clock: Clock = time.time,
     ) -> None:
         forges = forges_of(settings)
-        self.triggers = TriggersFile(triggers, frozenset(forges)) if triggers else None
+        self.triggers = (
+            TriggersFile(triggers, forges, settings.providers) if triggers else None
+        )
         self.limits = LimitsFile(settings)
         self.store = Store(settings.db, clock)
         self.engine = engine or DockerEngine(settings, self.store.instance())
@@ -13563,6 +13893,39 @@ def _visible(character: str) -> str:
     return character
 
 
+@contextlib.contextmanager
+def underway(
+    text: Callable[[], str], every: float = 0.5, terminal: IO[str] | None = None
+) -> Iterator[None]:
+    """A line on the terminal that says how long work goes on, gone at its end.
+
+    Nothing is written where stderr is no terminal, or one that cannot go back.
+    """
+    stream = terminal or sys.stderr
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    done, begun, width = threading.Event(), time.monotonic(), 0
+
+    def show() -> None:
+        nonlocal width
+        while not done.wait(every):
+            said = f"{plain_text(text())}, {time.monotonic() - begun:.0f} s"[:78]
+            stream.write("\r" + said.ljust(width))
+            stream.flush()
+            width = len(said)
+
+    shower = threading.Thread(target=show, daemon=True)
+    shower.start()
+    try:
+        yield
+    finally:
+        done.set()
+        shower.join()
+        stream.write("\r" + " " * width + "\r")
+        stream.flush()
+
+
 def problem_text(error: PidispatchError) -> str:
     """A line for each thing that is wrong, and one that says what to do."""
     lines = [f"pidispatch: {plain_text(line)}" for line in error.message.split("\n")]
@@ -13597,10 +13960,19 @@ def _run_cells(run: RunRow) -> tuple[object, ...]:
         run.flow,
         replica_badge(run.replica, run.replicas),
         run.state,
-        run.reason or "-",
+        run.picked or run.reason or "-",
         run.tokens if run.tokens is not None else "-",
         iso(run.at)[:16].replace("T", " "),
     )
+
+
+def picks_text(picks: Picks) -> str:
+    """Two tables: which replica people merged, and which model's."""
+    lines = [f"{picks.decided} of {picks.sets} sets have a request that was merged"]
+    for head, rows in (("REPLICA", picks.replicas), ("MODEL", picks.models)):
+        cells = [(row.name, row.sets, row.merged, row.closed) for row in rows]
+        lines += ["", table((head, "SETS", "MERGED", "CLOSED"), cells)]
+    return "\n".join(lines)
 
 
 class RunDetail(msgspec.Struct, frozen=True):
@@ -13665,7 +14037,8 @@ def run_detail(detail: RunDetail) -> str:
     for other in detail.siblings:
         badge = replica_badge(other.replica, other.replicas)
         link = other.request.url if other.request else "no request yet"
-        lines.append(f"{'sibling ' + badge:14}{other.id}  {other.state}  {link}")
+        said = f"{other.picked}  {link}" if other.picked else link
+        lines.append(f"{'sibling ' + badge:14}{other.id}  {other.state}  {said}")
     return "\n".join(plain_text(line) for line in lines)
 
 
@@ -13703,6 +14076,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     request: Request | None = None
     change: Change | None = None
     note: str | None = None
+    picked: Picked | None = None
 
 
 class Between(msgspec.Struct, frozen=True):
@@ -13772,6 +14146,7 @@ def _compared(
         request=row.request,
         change=change,
         note=note,
+        picked=row.picked,
     )
 
 
@@ -13812,6 +14187,7 @@ COMPARED: tuple[tuple[str, Callable[[Compared], object]], ...] = (
     ("cost, USD", lambda run: run.cost and f"{run.cost:.4f}"),
     ("seconds", lambda run: run.seconds and f"{run.seconds:.1f}"),
     ("request", lambda run: run.request and run.request.url),
+    ("picked", lambda run: run.picked),
     ("note", lambda run: run.note),
 )
 
@@ -13898,6 +14274,14 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
         "they push (open question)",
     ),
     (
+        lambda rule: (
+            rule.run.replicas is not None
+            and rule.on.type in ("pull_request", "comment")
+            and rule.run.publish != "agent"
+        ),
+        "on a request no replica pushes anything: each leaves a comment of its own",
+    ),
+    (
         lambda rule: rule.run.publish == "agent",
         "publish: agent puts the forge token into the box: whatever runs there may use "
         "it as far as the token and the forge's protection let it, and no quarantine "
@@ -13964,6 +14348,15 @@ _TRUST = (
 )
 
 
+def _multiplied(rule: Rule, n: int) -> str:
+    """What n replicas leave on the forge; on a request they open no other one."""
+    noun = FORGES[rule.run.kind].request_noun
+    reports = f"comments {n} times on the {noun}"
+    opens = f"opens {n} {noun}s"
+    mixed = f"{opens}; on a {noun} it {reports} instead"
+    return {"pull_request": reports, "comment": mixed}.get(rule.on.type, opens)
+
+
 def rule_detail(rule: Rule) -> str:
     """One rule: when, what it starts, its multiplier and the trust model."""
     lines = [
@@ -13974,7 +14367,7 @@ def rule_detail(rule: Rule) -> str:
     if n:
         lines += [
             f"multiplier: [x{n}] each delivery makes {n} jobs, takes {n} slots of the "
-            f"caps, costs about {n} times the tokens and opens {n} review requests",
+            f"caps, costs about {n} times the tokens and {_multiplied(rule, n)}",
             "no replica's end cancels a sibling; a person compares and picks",
         ]
     lines.append(f"trust: {_TRUST[rule.on.type == 'cron']}")
@@ -14185,7 +14578,7 @@ def doctor(settings: Settings, triggers: Path, clock: Clock = time.time) -> list
     checks: list[Check] = []
     session, offsets = requests.Session(), list[float]()
     session.hooks["response"] = [lambda r, **_: offsets.extend(_offset(r, clock()))]
-    rules = _check_triggers(triggers, checks)
+    rules = _check_triggers(settings, triggers, checks)
     _check_replicas(settings, rules, checks)
     _check_caps(settings, checks)
     _check_sessions(settings, rules, checks)
@@ -14204,9 +14597,11 @@ def doctor(settings: Settings, triggers: Path, clock: Clock = time.time) -> list
     return checks
 
 
-def _check_triggers(path: Path, checks: list[Check]) -> tuple[Rule, ...]:
+def _check_triggers(
+    settings: Settings, path: Path, checks: list[Check]
+) -> tuple[Rule, ...]:
     try:
-        rules = read_triggers(path)
+        rules = read_triggers(path, settings.providers)
     except Faults as faults:
         checks += fault_checks("triggers", faults)
         return ()
@@ -14845,6 +15240,7 @@ OUTPUTS: Mapping[str, Any] = {
     "triggers show": Rule,
     "triggers try": Trial,
     "runs": list[Record],
+    "runs --picks": Picks,
     "show": RunDetail,
     "compare": Comparison,
     "status": Status,
@@ -15278,7 +15674,9 @@ class Panel(HttpServer):
         """Compared anew only when a run of the set has come to another end."""
         run, _record, siblings = self.store.run(job)
         rows = [run, *siblings]
-        key = tuple(sorted((row.id, row.state, row.at, row.request) for row in rows))
+        key = tuple(
+            sorted((row.id, row.state, row.at, row.request, row.picked) for row in rows)
+        )
         seen = self._compared.get(run.set)
         if seen is None or seen[0] != key:
             seen = (key, compare_runs(self.settings, self.store, job))
@@ -15377,7 +15775,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.forges = forges_of(settings, clock=clock)
-        self.triggers = TriggersFile(triggers, frozenset(self.forges))
+        self.triggers = TriggersFile(triggers, self.forges, settings.providers)
         self.limits = LimitsFile(settings)
         self.store = Store(settings.db, clock)
         self.engine = engine or DockerEngine(settings, self.store.instance())
@@ -15650,12 +16048,66 @@ def end_asked() -> threading.Event:
     return asked
 
 
-_ENV_TEMPLATE = """\
-# Settings of pidispatch; `pidispatch doctor` checks them. Keep this file private.
-# The webhook's secret, as typed into the forge. Without one nothing is served.
+class Beginning(NamedTuple):
+    """What `init` writes into .env and into each rule for a forge, and how its
+    webhook is set up."""
+
+    env: str
+    events: str
+    run: Mapping[str, str] = {}
+
+
+#: A line that begins with # waits for its value; the secret is there already.
+_BEGINNINGS: Mapping[str, Beginning] = {
+    "github": Beginning(
+        """\
 WEBHOOK_SECRET={secret}
 # A token that may push branches and open pull requests.
 #GITHUB_PAT=
+""",
+        "content type application/json; events Issues, Issue comments, Pull requests, "
+        "Pull request reviews",
+    ),
+    "gitlab": Beginning(
+        """\
+#GITLAB_WEBHOOK_SECRET={secret}
+# What the secret is: a secret token (token), or a signing token (signature).
+#GITLAB_WEBHOOK_MODE=token
+# A token of the role Developer with the scope api.
+#GITLAB_TOKEN=
+# A server of your own: GITLAB_URL=https://…
+""",
+        "events Issues, Comments, Merge requests",
+    ),
+    "forgejo": Beginning(
+        """\
+#FORGEJO_WEBHOOK_SECRET={secret}
+# Your server, its sub-path included.
+#FORGEJO_URL=
+# A token with read:user, write:issue, write:repository, of an administrator.
+#FORGEJO_TOKEN=
+""",
+        "method POST; events Issues, Issue comments, Pull requests, with labels",
+    ),
+    "azure": Beginning(
+        """\
+# A user name and a password, as typed into the subscription.
+#AZURE_WEBHOOK_SECRET=pidispatch:{secret}
+# https://dev.azure.com/<organisation>, or a server's collection.
+#AZURE_ORG_URL=
+# A token for Code and Work Items, reading Graph, Identity, Project and Team.
+#AZURE_TOKEN=
+""",
+        "one Web Hooks subscription for each event of work items and pull requests",
+        {"repository": "my-repository"},
+    ),
+}
+
+_ENV_HEAD = """\
+# Settings of pidispatch; `pidispatch doctor` checks them. Keep this file private.
+# The webhook's secret, as typed into the forge. Without one nothing is served.
+"""
+_ENV_TAIL = """\
 # The model provider's key.
 #ANTHROPIC_API_KEY=
 """
@@ -15674,28 +16126,53 @@ _TRIGGERS_TEMPLATE = """\
   "triggers": [
     {
       "on": { "type": "label", "any": ["pi:fix"] },
-      "run": { "kind": "github", "flow": "fix-issue" }
+      "run": { KIND, "flow": "fix-issue" }
     },
     {
       "on": { "type": "label", "any": ["pi:urgent"] },
-      "run": { "kind": "github", "flow": "fix-issue", "replicas": 2 }
+      "run": { KIND, "flow": "fix-issue", "replicas": 2 }
     }
   ]
 }
 """
 
 
+def _next_steps(forge: str, folder: Path) -> str:
+    begin = _BEGINNINGS[forge]
+    waiting = ", ".join(re.findall(r"^#(\w+)=", begin.env, re.M))
+    inside = "" if folder == Path() else f", in {plain_text(folder)}"
+    return f"""\
+next{inside}:
+  1. .env: fill in {waiting}
+     and the model provider's key; a line that begins with # does nothing
+  2. {forge}: add a webhook to https://<your host>/{forge}, with the secret of .env;
+     {begin.events}
+  3. pidispatch build-image       (the job image; once, a few minutes)
+  4. pidispatch doctor            (until no line is marked ✗)
+  5. pidispatch serve"""
+
+
 @main.command()
 @click.argument("folder", type=_path_type, default=".")
-def init(folder: Path) -> None:
+@click.option(
+    "--forge",
+    type=click.Choice(list(_BEGINNINGS)),
+    default="github",
+    show_default=True,
+    help="Whose deliveries it is to take.",
+)
+def init(folder: Path, forge: str) -> None:
     """Write .env, triggers.json and limits.json. Nothing is ever overwritten."""
     rules, limits = (
         json.dumps(schema, indent=2) + "\n"
         for schema in (triggers_schema(), limits_schema())
     )
+    begin = _BEGINNINGS[forge]
+    env = begin.env.format(secret=random_hex(32))
+    kind = json.dumps({"kind": forge, **begin.run})[1:-1]
     files = (
-        (".env", _ENV_TEMPLATE.format(secret=random_hex(32)), 0o600),
-        ("triggers.json", _TRIGGERS_TEMPLATE, 0o644),
+        (".env", _ENV_HEAD + env + _ENV_TAIL, 0o600),
+        ("triggers.json", _TRIGGERS_TEMPLATE.replace("KIND", kind), 0o644),
         ("triggers.schema.json", rules, 0o644),
         ("limits.json", _LIMITS_TEMPLATE, 0o644),
         ("limits.schema.json", limits, 0o644),
@@ -15708,7 +16185,7 @@ def init(folder: Path) -> None:
     except OSError as error:
         why = f"{error.filename}: {error.strerror}"
         raise ConfigError(why, "name a folder that you may write to") from error
-    click.echo("next: put your tokens into .env, then run `pidispatch doctor`")
+    click.echo(_next_steps(forge, folder))
 
 
 def _create(path: Path, text: str, mode: int) -> str:
@@ -15743,7 +16220,8 @@ def triggers() -> None:
 @json_option
 def triggers_list(file: Path | None, as_json: bool) -> None:
     """One line a rule, `[x2]` where it makes replicas."""
-    rules = read_triggers(triggers_path(load_settings(), file))
+    settings = load_settings()
+    rules = read_triggers(triggers_path(settings, file), settings.providers)
     emit(rules, lambda: rules_table(rules), as_json)
 
 
@@ -15755,7 +16233,7 @@ def triggers_show(index: int, file: Path | None, as_json: bool) -> None:
     """One rule, its multiplier and what it trusts."""
     settings = load_settings()
     path = triggers_path(settings, file)
-    rules = read_triggers(path)
+    rules = read_triggers(path, settings.providers)
     if not 0 <= index < len(rules):
         raise ConfigError(
             f"{path} has no trigger {index}", f"it has {len(rules)}, counted from 0"
@@ -15768,8 +16246,9 @@ def triggers_show(index: int, file: Path | None, as_json: bool) -> None:
 @file_argument
 def triggers_check(file: Path | None) -> None:
     """Validate the file without starting anything; exit 0 or 2."""
-    path = triggers_path(load_settings(), file)
-    rules = read_triggers(path)
+    settings = load_settings()
+    path = triggers_path(settings, file)
+    rules = read_triggers(path, settings.providers)
     click.echo(f"{plain_text(path)}: {len(rules)} rules, no fault")
 
 
@@ -15797,7 +16276,8 @@ def triggers_try(
     as_json: bool,
 ) -> None:
     """What would this delivery do, and why? No store and no API is touched."""
-    rules = read_triggers(triggers_path(load_settings(), file))
+    settings = load_settings()
+    rules = read_triggers(triggers_path(settings, file), settings.providers)
     trial = try_delivery(rules, forge, delivery, headers, event, secret)
     emit(trial, lambda: trial_text(trial), as_json)
 
@@ -15832,11 +16312,15 @@ def limits_schema_command() -> None:
     show_default=True,
     help="How many.",
 )
+@click.option("--picks", is_flag=True, help="Which replica and model people merged.")
 @json_option
-def runs(db: Path | None, limit: int, as_json: bool) -> None:
+def runs(db: Path | None, limit: int, picks: bool, as_json: bool) -> None:
     """Jobs, newest first. --json exports the records of those that ended."""
     reader = Reader(settings_of(db).db)
-    if as_json:
+    if picks:
+        chosen = reader.picks()
+        emit(chosen, lambda: picks_text(chosen), as_json)
+    elif as_json:
         emit_json(reader.records(limit))
     else:
         click.echo(runs_table(reader.runs(limit)))
@@ -15867,7 +16351,8 @@ def show(job: str, db: Path | None, as_json: bool) -> None:
 def compare(job: str, diffs: str, db: Path | None, as_json: bool) -> None:
     """The runs of a set side by side, from what is kept of them. No ranking."""
     settings = settings_of(db)
-    found = compare_runs(settings, Reader(settings.db), job)
+    with underway(lambda: f"reading the runs of {job}"):
+        found = compare_runs(settings, Reader(settings.db), job)
     emit(found, lambda: comparison_text(found, diffs), as_json)
 
 
@@ -15946,7 +16431,9 @@ def cancel(job: str, db: Path | None) -> None:
 def publish(job: str, branch: str | None, db: Path | None) -> None:
     """Publish a kept result again."""
     settings = settings_of(db)
-    click.echo(plain_text(publish_by_hand(settings, Outside(settings.db), job, branch)))
+    with underway(lambda: f"publishing {job}"):
+        done = publish_by_hand(settings, Outside(settings.db), job, branch)
+    click.echo(plain_text(done))
 
 
 @main.command()
@@ -16051,9 +16538,13 @@ def build_image_command(
             raise InfraError("the offline base was not made", "see its output above")
     name = tag or settings.job_image
     engine = DockerEngine(settings, "build")
-    for line in build_image(engine, name, base, ca, forges):
-        if not quiet:
-            click.echo(plain_text(line))
+    step = f"building {name}"
+    with underway(lambda: step) if quiet else contextlib.nullcontext():
+        for line in build_image(engine, name, base, ca, forges):
+            if line.startswith("Step "):
+                step = f"building {name}: {line}"
+            if not quiet:
+                click.echo(plain_text(line))
     click.echo(name)
 
 

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------
 
 Json = dict[str, Any]
+#: This very file; inside a one-file binary the module itself is compiled.
+_OWN_FILE = Path(__file__).resolve().with_suffix(".py")
 _CONTROL = "/control/"
 
 
@@ -491,9 +493,7 @@ class GitRepository:
             config.write(_REPOSITORY_CONFIG)
         hook = path / "hooks" / "proc-receive"
         hook.parent.mkdir()
-        hook.write_text(
-            f'#!/bin/sh\nexec "{sys.executable}" -I "{Path(__file__).resolve()}" hook\n'
-        )
+        hook.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I "{_OWN_FILE}" hook\n')
         hook.chmod(0o755)
 
     def git(self, *arguments: str, stdin: bytes = b"") -> str:
@@ -2351,6 +2351,25 @@ class FakeForge(FakeServer):
         """Put a label on an issue as ``login``; the delivery that tells of it."""
         raise NotImplementedError
 
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A request is ``merged``, ``closed`` or ``reopened``; the delivery of it."""
+        raise NotImplementedError
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """Comment on an issue or, with ``request``, on a review request."""
+        raise NotImplementedError
+
     def note(self, request: Request, reply: Reply) -> None:
         """Write the log line; a token appears by its name only."""
         token = self.data.tokens.get(self.credential(request))
@@ -2441,6 +2460,29 @@ class FakeGitHub(FakeForge):
         """An ``issues`` delivery, action ``labeled``."""
         payload = labeled_payload(repo, number, label, login)
         return signed_delivery("issues", payload, secret, guid)
+
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``pull_request`` delivery; a merge is a ``closed`` that says so."""
+        repo.pulls[number].merged = how == "merged"
+        action = how.replace("merged", "closed")
+        payload = pull_request_payload(repo, number, action, login)
+        return signed_delivery("pull_request", payload, secret, guid)
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issue_comment`` delivery: a pull request is an issue as well."""
+        payload = comment_payload(repo, number, text, login)
+        return signed_delivery("issue_comment", payload, secret, guid)
 
     def refused(self, refusal: Refused) -> Reply:
         """An error in GitHub's shape."""
@@ -2646,8 +2688,8 @@ def gitlab_payload(
         item.labels.append(label)
         now = [_gitlab_label(name) for name in item.labels]
         changes = {"labels": {"previous": before, "current": now}, **changes}
-    if action in ("close", "reopen"):
-        item.state = "closed" if action == "close" else "open"
+    if action in ("close", "merge", "reopen"):
+        item.state = "open" if action == "reopen" else "closed"
     payload = _gitlab_payload(repo, "merge_request" if request else "issue", sender)
     payload["object_attributes"] = _gitlab_attributes(repo, item) | {"action": action}
     payload["labels"] = [_gitlab_label(name) for name in item.labels]
@@ -2898,6 +2940,29 @@ class FakeGitLab(FakeForge):
         """An ``issue`` delivery, action ``update``, with the label in ``changes``."""
         payload = gitlab_payload(repo, number, "update", login, label)
         return gitlab_delivery(payload, secret, guid, self.clock())
+
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``merge_request`` delivery: ``merge``, ``close`` or ``reopen``."""
+        action = {"merged": "merge", "closed": "close", "reopened": "reopen"}[how]
+        repo.pulls[number].merged = how == "merged"
+        payload = gitlab_payload(repo, number, action, login, request=True)
+        return gitlab_delivery(payload, secret, guid, self.clock())
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``note`` delivery."""
+        payload = gitlab_note_payload(repo, number, text, login, request)
+        return gitlab_delivery(payload, secret, guid)
 
 
 def _state(repo: Repo) -> Json:
@@ -3404,6 +3469,29 @@ class FakeForgejo(FakeForge):
         labels = [*_known(repo, number).labels, label]
         payload = forgejo_payload(repo, number, "label_updated", login, labels)
         return forgejo_delivery("issues", payload, secret, guid)
+
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``pull_request`` delivery; a merge is a ``closed`` that says so."""
+        repo.pulls[number].merged = how == "merged"
+        action = how.replace("merged", "closed")
+        payload = forgejo_payload(repo, number, action, login)
+        return forgejo_delivery("pull_request", payload, secret, guid)
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """An ``issue_comment`` delivery, of a request too."""
+        payload = forgejo_comment_payload(repo, number, text, login)
+        return forgejo_delivery("issue_comment", payload, secret, guid)
 
     def refused(self, refusal: Refused) -> Reply:
         """An error in Forgejo's shape."""
@@ -4089,6 +4177,31 @@ class FakeAzure(FakeForge):
         payload = self.tagged(repo, number, label, login)
         payload |= {"id": guid, "notificationId": 1}
         return azure_delivery(payload, secret)
+
+    def end(
+        self, repo: Repo, number: int, how: str, login: str, secret: str, guid: str
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``git.pullrequest.updated`` with the status that it has now."""
+        pull = repo.pulls[number]
+        pull.merged = how == "merged"
+        pull.state = "open" if how == "reopened" else "closed"
+        payload = self.requested(repo, number, "updated")
+        return azure_delivery(payload | {"id": guid, "notificationId": 1}, secret)
+
+    def remark(
+        self,
+        repo: Repo,
+        number: int,
+        text: str,
+        login: str,
+        secret: str,
+        guid: str,
+        request: bool = False,
+    ) -> tuple[dict[str, str], bytes]:
+        """A ``workitem.commented`` delivery, or a pull request's."""
+        told = self.said if request else self.remarked
+        payload = told(repo, number, text, login)
+        return azure_delivery(payload | {"id": guid, "notificationId": 1}, secret)
 
     def tagged(self, repo: Repo, number: int, tag: str, login: str) -> Json:
         """Somebody puts a tag on a work item."""
@@ -5148,7 +5261,7 @@ class ProcessBox:
         )
 
     def _command(self) -> list[str]:
-        agent = f"{shlex.quote(sys.executable)} {shlex.quote(__file__)} agent"
+        agent = f"{shlex.quote(sys.executable)} -I {shlex.quote(str(_OWN_FILE))} agent"
         command = [sys.executable, "-I", str(self._image / "runner.py"), "--pi", agent]
         places = {n: self.root / n for n in ("job", "outbox", "home", "rules")}
         places["workspace"] = self.spec.folder or self.root / "workspace"
@@ -5385,7 +5498,7 @@ def _start_model_container(
     engine.create_job_network(name, labels)
     api = engine.api
     files = {
-        "demo.py": Path(__file__).read_bytes(),
+        "demo.py": _OWN_FILE.read_bytes(),
         "scripts.json": json.dumps(scripts).encode(),
     }
     api.create_container(
@@ -5429,13 +5542,26 @@ def _demo_run(
     request = urllib.request.Request(url, body, headers)
     with urllib.request.urlopen(request, timeout=10) as answer:
         ids = json.load(answer)["jobs"]
+    return [_demo_job(module, run) for run in _demo_ends(module, service.store, ids)]
+
+
+def _demo_ends(module: Any, store: Any, ids: Sequence[str]) -> list[pidispatch.RunRow]:
+    """Wait for the replicas; on a terminal, say what each is at."""
     deadline = time.monotonic() + _DEMO_SECONDS
-    while time.monotonic() < deadline:
-        runs = [service.store.run(job)[0] for job in ids]
-        if all(run.state in ("completed", "policy", "failed") for run in runs):
-            break
-        time.sleep(0.1)
-    return [_demo_job(module, service.store.run(job)[0]) for job in ids]
+
+    def look() -> list[pidispatch.RunRow]:
+        return [store.run(job)[0] for job in ids]
+
+    def said() -> str:
+        return "; ".join(f"r{run.replica} {run.state}" for run in look())
+
+    with module.underway(said):
+        while time.monotonic() < deadline:
+            runs = look()
+            if all(run.state in ("completed", "policy", "failed") for run in runs):
+                return runs
+            time.sleep(0.1)
+    return look()
 
 
 def _demo_job(module: Any, run: pidispatch.RunRow) -> pidispatch.DemoJob:
@@ -5461,6 +5587,7 @@ def _demo_text(jobs: Sequence[pidispatch.DemoJob], repo: Repo, seconds: float) -
             spread = f"{repo.default_branch}...{job.branch}"
             lines.append(repo.git.git("diff", spread) + "\n")
     lines.append("A person compares, picks one, and merges it. pidispatch never does.")
+    lines.append("Next, in a folder for your own settings: pidispatch init")
     return "\n".join(lines)
 
 

@@ -144,6 +144,7 @@ def record_of(claimed: pidispatch.Claimed, **fields: object) -> pidispatch.Recor
         "session": None,
         "bundle": False,
         "host": "h",
+        "picked": None,
     }
     return msgspec.convert({**values, **fields}, pidispatch.Record)
 

@@ -7,6 +7,7 @@ and has no row fails them, so that none is forgotten.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -28,6 +29,17 @@ Signer = Callable[[Mapping[str, Any], bytes, str, str, float], Headers]
 JSON_TYPE = "application/json"
 
 
+def asks_or_ignores(row: Mapping[str, Any]) -> tuple[int, str]:
+    """A forge whose payloads never say who may: what fires a rule is asked about."""
+    kind, known = row["kind"], row["expect"]
+    fires = (
+        kind in ("pr_opened", "pr_updated")
+        or (kind == "issue_labelled" and "bug" in known["labels_now"])
+        or (kind == "issue_closed" and "actor_id" in known)
+    )
+    return (202, "pending") if fires else (200, "ignored")
+
+
 @dataclass(frozen=True)
 class Door:
     """One way in which a forge proves who it is.
@@ -35,7 +47,7 @@ class Door:
     `environ` serves it. `covers_body` is whether the credential is about the bytes,
     `form` makes a form's bytes and those that are signed, `lives` is whether an old
     delivery is refused, `freshen` gives a body its own delivery id. `expected` is the
-    exact answer to a stored real delivery under `RULES`, where a forge gives it.
+    exact answer to a stored real delivery under `rules_of`.
     """
 
     kind: str
@@ -49,7 +61,7 @@ class Door:
     form: Callable[[bytes], tuple[bytes, bytes]] | None = None
     lives: bool = False
     freshen: Callable[[bytes, str], bytes] = lambda body, guid: body
-    expected: Callable[[Mapping[str, Any]], tuple[int, str]] | None = None
+    expected: Callable[[Mapping[str, Any]], tuple[int, str]] = asks_or_ignores
 
     @property
     def name(self) -> str:
@@ -276,75 +288,152 @@ def rules_of(
 
 # -- a forge with people ----------------------------------------------------------
 
+Delivery = tuple[Headers, bytes]
+#: Somebody does something to an item: repository, number, who, the delivery's id.
+Act = Callable[[demo.Repo, int, str, str], Delivery]
+BOT = "helper[bot]"
+
+
+def github_closes(repo: demo.Repo, number: int, who: str, guid: str) -> Delivery:
+    shape = demo.item_payload(repo, number, "closed", who)
+    return demo.signed_delivery("issues", shape, "s3cret", guid)
+
+
+def github_reviews(repo: demo.Repo, number: int, who: str, guid: str) -> Delivery:
+    shape = demo.review_payload(repo, number, "approved", guid, who)
+    return demo.signed_delivery("pull_request_review", shape, "s3cret", guid)
+
+
+def gitlab_closes(repo: demo.Repo, number: int, who: str, guid: str) -> Delivery:
+    shape = demo.gitlab_payload(repo, number, "close", who)
+    return demo.gitlab_delivery(shape, "s3cret", guid)
+
+
+def gitlab_approves(repo: demo.Repo, number: int, who: str, guid: str) -> Delivery:
+    shape = demo.gitlab_payload(repo, number, "approved", who, request=True)
+    return demo.gitlab_delivery(shape, "s3cret", guid)
+
+
+def forgejo_closes(repo: demo.Repo, number: int, who: str, guid: str) -> Delivery:
+    shape = demo.forgejo_payload(repo, number, "closed", who)
+    return demo.forgejo_delivery("issues", shape, "s3cret", guid)
+
+
+def number_of(repo: demo.Repo, login: str) -> str:
+    return str(repo.accounts.user(login).id)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A forge with people: its fake, its door and where that finds the API.
+
+    `asks` matches the API's paths that tell who may; `own` gives somebody's id.
+    `closes` and `reviews` are there where a rule can name them, by the action's word.
+    """
+
+    fake: type[demo.FakeForge]
+    door: str
+    variable: str
+    asks: str
+    path: str = ""
+    own: Callable[[demo.Repo, str], str] = number_of
+    closes: Act | None = None
+    reviews: Act | None = None
+    reviewed: str | None = None
+
+    @property
+    def acts(self) -> tuple[str, ...]:
+        more = {"close": self.closes, "review": self.reviews}
+        return ("comment", "label", *(name for name, act in more.items() if act))
+
+
+STAGES = {
+    "github": Row(
+        demo.FakeGitHub,
+        "github-hmac",
+        "GITHUB_API_URL",
+        "/permission$",
+        closes=github_closes,
+        reviews=github_reviews,
+        reviewed="review_submitted",
+    ),
+    "gitlab": Row(
+        demo.FakeGitLab,
+        "gitlab-token",
+        "GITLAB_URL",
+        "/members/",
+        closes=gitlab_closes,
+        reviews=gitlab_approves,
+        reviewed="approved",
+    ),
+    "forgejo": Row(
+        demo.FakeForgejo,
+        "forgejo-hmac",
+        "FORGEJO_URL",
+        "/permission$",
+        closes=forgejo_closes,
+    ),
+    "azure": Row(
+        demo.FakeAzure,
+        "azure-basic",
+        "AZURE_ORG_URL",
+        "/projects/",
+        path="/fabrikam",
+        own=lambda repo, login: demo.azure_guid("user", login),
+    ),
+}
+
 
 @dataclass
 class Stage:
     """A fake forge with a maintainer and a stranger, and what they do there.
 
     Each of `acts` makes it happen and returns the delivery's headers and body: who
-    acts, who wrote the item, a delivery id. `asks` matches the API's paths that tell
-    who may; `bot` is a name that would like to be taken for an App.
+    acts, who wrote the item, a delivery id.
     """
 
-    fake: demo.FakeServer
+    fake: demo.FakeForge
     environ: Mapping[str, str]
     own: str
-    asks: str
-    acts: Mapping[str, Callable[[str, str, str], tuple[Headers, bytes]]]
+    acts: Mapping[str, Callable[[str, str, str], Delivery]]
     rules: Rules
-    bot: str = "helper[bot]"
 
 
-def github_stage(root: Path) -> Iterator[Stage]:
-    tokens = [demo.Token("t0ken", "pi-bot")]
-    with demo.FakeGitHub(tokens, root=root / "forge") as fake:
+@contextlib.contextmanager
+def stage(kind: str, root: Path) -> Iterator[Stage]:
+    row = STAGES[kind]
+    [door] = [door for door in DOORS if door.name == row.door]
+    with row.fake([demo.Token("t0ken", "pi-bot")], root=root / "forge") as fake:
         repo = fake.create_repo("octo/lamp")
         repo.add_collaborator("maintainer", "write")
-        for login in ("stranger", "helper[bot]"):
+        for login in ("stranger", BOT):
             repo.accounts.user(login)
 
-        def signed(event: str, shape: Any, guid: str) -> tuple[Headers, bytes]:
-            return demo.signed_delivery(event, shape, "s3cret", guid)
+        def issue(who: str, author: str, guid: str) -> int:
+            return repo.add_issue(user=author, title=guid).number
 
-        def comments(who: str, author: str, guid: str) -> tuple[Headers, bytes]:
-            issue = repo.issues.get(1) or repo.add_issue(1, user=author)
-            said = demo.comment_payload(repo, issue.number, f"@pi {guid}", who)
-            return signed("issue_comment", said, guid)
+        def comment(who: str, author: str, guid: str) -> Delivery:
+            number = 1 if 1 in repo.issues else issue(who, author, guid)
+            return fake.remark(repo, number, f"@pi {guid}", who, door.secret, guid)
 
-        def closes(who: str, author: str, guid: str) -> tuple[Headers, bytes]:
-            issue = repo.add_issue(user=author, title=guid)
-            shape = demo.item_payload(repo, issue.number, "closed", who)
-            return signed("issues", shape, guid)
+        def label(who: str, author: str, guid: str) -> Delivery:
+            number = issue(who, author, guid)
+            return fake.label(repo, number, "bug", who, door.secret, guid)
 
-        def labels(who: str, author: str, guid: str) -> tuple[Headers, bytes]:
-            issue = repo.add_issue(user=author, title=guid)
-            shape = demo.labeled_payload(repo, issue.number, "bug", who)
-            return signed("issues", shape, guid)
+        def close(who: str, author: str, guid: str) -> Delivery:
+            assert row.closes
+            return row.closes(repo, issue(who, author, guid), who, guid)
 
-        def reviews(who: str, author: str, guid: str) -> tuple[Headers, bytes]:
+        def review(who: str, author: str, guid: str) -> Delivery:
+            assert row.reviews
             pull = repo.open_pull(f"b-{guid}", files={guid: "1"}, user=author)
-            shape = demo.review_payload(repo, pull.number, "approved", guid, who)
-            return signed("pull_request_review", shape, guid)
+            return row.reviews(repo, pull.number, who, guid)
 
-        acts = {
-            "comment": comments,
-            "close": closes,
-            "label": labels,
-            "review": reviews,
-        }
-        environ = {
-            "WEBHOOK_SECRET": "s3cret",
-            "GITHUB_PAT": "t0ken",
-            "GITHUB_API_URL": fake.url,
-        }
-        review = {"type": "pull_request", "action": ["review_submitted"]}
-        rules = [
-            *rules_of("github"),
-            {"on": review, "run": {"kind": "github", "flow": "review"}},
-        ]
-        own = str(repo.accounts.user("pi-bot").id)
-        yield Stage(fake, environ, own, "/permission$", acts, rules)
-
-
-#: A forge's people, by its kind; a forge without a row is tested in its own file.
-STAGES: dict[str, Callable[[Path], Iterator[Stage]]] = {"github": github_stage}
+        known = {"comment": comment, "label": label, "close": close, "review": review}
+        rules = rules_of(kind)
+        if row.reviewed:
+            on = {"type": "pull_request", "action": [row.reviewed]}
+            rules.append({"on": on, "run": {"kind": kind, "flow": "review"}})
+        environ = {**door.environ, row.variable: fake.url + row.path}
+        acts = {name: known[name] for name in row.acts}
+        yield Stage(fake, environ, row.own(repo, "pi-bot"), acts, rules)

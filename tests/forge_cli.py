@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Stands in for a forge's CLI in test images: `<cli> api PATH [-X METHOD] [-f K=V]`.
+"""Stands in for a forge's CLI in test images.
 
-Installed under the names of the CLIs that an image lacks. Like them it finds the
-token in the forge's own variable; the host is that of `origin`. Prints the answer;
-exits 1 on an error of the API. Standard library only.
+`<cli> api PATH [-X METHOD] [-f KEY=TEXT] [-F KEY=JSON]`. Installed under the names
+of the CLIs that an image lacks. Like them it finds the token in the forge's own
+variable; the host is that of `origin`. Prints the answer; exits 1 on an error of the
+API. Standard library only.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ def main() -> int:
     parser.add_argument("path")
     parser.add_argument("-X", dest="method")
     parser.add_argument("-f", dest="fields", action="append", default=[])
+    parser.add_argument("-F", dest="typed", action="append", default=[])
     given = parser.parse_args()
     variables, header, root = CLIS[Path(sys.argv[0]).name]
     token = next(os.environ[name] for name in variables if name in os.environ)
     origin = subprocess.check_output(["git", "remote", "get-url", "origin"], text=True)
     where = urlsplit(origin.strip())
-    fields = dict(field.split("=", 1) for field in given.fields)
+    fields: dict[str, object] = dict(f.split("=", 1) for f in given.fields)
+    for name, value in (field.split("=", 1) for field in given.typed):
+        fields[name] = json.loads(value)
     request = urllib.request.Request(
         f"{where.scheme}://{where.netloc}{root}{given.path}",
         json.dumps(fields).encode() if fields else None,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 from conftest import JOB_IMAGE
 from test_main_path import assert_refused_before_anything
-from world import KEY, SECRET, TOKEN, World, bash, bridge_address, say, solve
+from world import KEY, SECRET, TOKEN, WAIT, World, bash, bridge_address, say, solve
 from world import world as make_world
 
 import pidispatch
@@ -126,13 +126,12 @@ class ForgeCase(NamedTuple):
     `publish` is what an agent runs: it pushes its branch, opens a request unless
     there is one, titled `$title`, and comments `$said` on the issue. `comment` only
     comments `$said` on the request `$number`. `$branch` and `$i` (the replica) are
-    set. `remark` is the signed delivery of a maintainer's comment on a request.
+    set.
     """
 
     kind: str
     publish: str
     comment: str
-    remark: Callable[[demo.Repo, int, str], tuple[dict[str, str], bytes]]
 
 
 GH_COMMENT = (
@@ -147,11 +146,6 @@ test "$open" != "[]" || gh api repos/octo/spoon/pulls -f title="$title" \\
 """
 
 
-def gh_remark(repo: demo.Repo, number: int, text: str) -> tuple[dict[str, str], bytes]:
-    payload = demo.comment_payload(repo, number, text, "maintainer", "COLLABORATOR")
-    return demo.signed_delivery("issue_comment", payload, SECRET, "remark")
-
-
 GL = "glab api projects/octo%2Fspoon"
 GL_COMMENT = f'{GL}/merge_requests/$number/notes -f body="$said" >/dev/null'
 GL_PUBLISH = f"""
@@ -163,14 +157,38 @@ test "$open" != "[]" || {GL}/merge_requests -f title="$title" \\
 """
 
 
-def gl_remark(repo: demo.Repo, number: int, text: str) -> tuple[dict[str, str], bytes]:
-    payload = demo.gitlab_note_payload(repo, number, text, "maintainer", request=True)
-    return demo.gitlab_delivery(payload, SECRET, "remark")
+FJ = "tea api repos/octo/spoon"
+FJ_COMMENT = f'{FJ}/issues/$number/comments -f body="$said" >/dev/null'
+#: The list has no filter: the branch is matched exactly, `-r1` is not `-r12`.
+FJ_PUBLISH = f"""
+git push -q --force-with-lease=$branch:$expected origin $branch
+{FJ}"/pulls?state=open&limit=50" | grep -qF '"ref": "'$branch'"' \\
+    || {FJ}/pulls -f title="$title" -f head=$branch -f base=main \\
+        -f body="Bent by hand." >/dev/null
+{FJ_COMMENT}
+"""
+
+
+AZ = "az api fabrikam/octo/_apis"
+AZ_PULLS = f"{AZ}/git/repositories/spoon/pullrequests"
+AZ_COMMENT = f"""
+{AZ_PULLS}/$number/threads -F comments="[{{\\"content\\": \\"$said\\"}}]" >/dev/null
+"""
+AZ_PUBLISH = f"""
+git push -q --force-with-lease=$branch:$expected origin $branch
+ref=refs/heads/$branch
+{AZ_PULLS}"?searchCriteria.sourceRefName=$ref" | grep -qF '"count": 1' \\
+    || {AZ_PULLS} -f title="$title" -f description="Bent by hand." \\
+        -f sourceRefName=$ref -f targetRefName=refs/heads/main >/dev/null
+{AZ}/wit/workItems/7/comments -f text="$said" >/dev/null
+"""
 
 
 FORGES = [
-    ForgeCase("github", GH_PUBLISH, GH_COMMENT, gh_remark),
-    ForgeCase("gitlab", GL_PUBLISH, GL_COMMENT, gl_remark),
+    ForgeCase("github", GH_PUBLISH, GH_COMMENT),
+    ForgeCase("gitlab", GL_PUBLISH, GL_COMMENT),
+    ForgeCase("forgejo", FJ_PUBLISH, FJ_COMMENT),
+    ForgeCase("azure", AZ_PUBLISH, AZ_COMMENT),
 ]
 
 SET = """set -e; i=${PI_JOB_ID##*-r}; branch=$(git branch --show-current); number=7
@@ -245,11 +263,12 @@ def test_two_replicas_push_and_open_requests_themselves_and_the_host_marks_them(
     # the first forgets its marker, the second bears it as the prompt says
     title = 'test $i = 1 || title="[r$i/2] Bend the spoon"'
     script = "\n".join((SET, title, CHANGE, case.publish))
-    world.model.set_scripts(solve(bash(script), bash("sleep 2"), say()))
+    world.model.set_scripts(solve(bash(script), bash(WAIT), say()))
     world.start()
     jobs = world.label(guid="one")
-    both = world.wait_for(lambda: len(c := world.containers()) == 2 and c)
+    both = world.wait_for(lambda: len(c := world.containers()) == 2 and c, 60)
     gates = world.wait_for(lambda: len(c := world.containers("gate")) == 2 and c)
+    world.go(*both)
     inspected = json.dumps([*both, *gates])
     runs = world.wait(jobs)
     assert [(run.state, run.reason) for run in runs] == [("completed", None)] * 2
@@ -264,6 +283,11 @@ def test_two_replicas_push_and_open_requests_themselves_and_the_host_marks_them(
         assert run.request
         assert run.request.number == pulls[f"pi/issue-7-r{run.replica}"].number
         assert run.request.title.startswith(f"[r{run.replica}/2] ")
+        record = world.record(run.id)
+        assert (record.target, record.replica) == ("octo/spoon#7", run.replica)
+    asked = json.dumps(world.model.log[0].body)
+    row = pidispatch.FORGES[case.kind]
+    assert row.request_noun in asked and row.issue_noun in asked and row.cli in asked
     said = sorted(text for text in world.comments())
     assert said == [f"replica {i} of 2 bent it" for i in (1, 2)], "nothing twice"
     assert len(pushes(world)) == 2, "one push a box, none by the host"
@@ -276,10 +300,11 @@ def test_two_replicas_push_and_open_requests_themselves_and_the_host_marks_them(
     again = world.forge.label(world.repo, 7, "pi:urgent", "maintainer", SECRET, "one")
     assert world.send(*again) == (200, {"status": "duplicate"})
     caps = pidispatch.Caps.of(world.settings)
-    world.repo.issues[7].labels[:] = ["pi:other"]
+    world.repo.issues[7].labels.clear()
+    world.send(*world.forge.label(world.repo, 7, "x", "maintainer", SECRET, "off"))
     more = world.forge.label(world.repo, 7, "pi:urgent", "maintainer", SECRET, "two")
     assert world.send(*more)[1]["status"] in ("coalesced", "pending")
-    world.wait_for(lambda: not world.store.status(caps, 0).pending)
+    world.wait_for(lambda: world.store.status(caps, 0).counts.get("coalesced"))
     assert len(world.store.runs(9)) == 2
     assert world.nothing_left()
 
@@ -321,8 +346,8 @@ git fetch -q origin topic; git rev-parse FETCH_HEAD > /tmp/old
 git checkout -q --detach FETCH_HEAD
 echo "from replica $i" >> spoon.txt; git commit -qam "Replica $i"
 """
-RACE = """
-until [ -e /tmp/go ]; do sleep 0.05; done
+RACE = f"""
+{WAIT}
 pushed=0; lease=--force-with-lease=topic:$(cat /tmp/old)
 git push -q $lease origin HEAD:topic || pushed=$?
 said="replica $i of 2: push ended $pushed"
@@ -330,7 +355,7 @@ said="replica $i of 2: push ended $pushed"
 
 
 def test_two_runs_race_on_one_request_and_the_loser_is_reported_not_lost(
-    opened: Open, case: ForgeCase, docker_client: Any
+    opened: Open, case: ForgeCase
 ) -> None:
     """Show 5, T48: no branch, no marker, nothing forced; the refused work is kept."""
     world = opened()
@@ -338,18 +363,20 @@ def test_two_runs_race_on_one_request_and_the_loser_is_reported_not_lost(
     pull = world.repo.open_pull("topic", title="Bend", body="Please look.")
     first = world.repo.branch("topic")
     branches = set(world.repo.branches)
-    run = {"kind": case.kind, "flow": "fix-issue", "publish": "agent", "replicas": 2}
+    run = {"kind": case.kind, "flow": "fix-issue", **world.forge.run_fields}
+    run |= {"publish": "agent", "replicas": 2}
     world.rules({"on": {"type": "comment", "phrase": "@pi"}, "run": run})
     script = "\n".join((SET, f"number={pull.number}", RACE, case.comment))
     world.model.set_scripts(solve(bash(SET + ENTER), bash(script), say()))
     world.start()
-    world.send(*case.remark(world.repo, pull.number, "@pi fix it"))
+    jobs = world.remark(pull.number, "@pi fix it", "remark", request=True)
     world.wait_for(lambda: len(world.model.log) == 4, 90)  # both stand at the line
     both = world.containers()
     assert len(both) == 2
-    for box in both:
-        assert execute(docker_client, box, "touch /tmp/go")
-    runs = world.wait(world.jobs_of("remark"))
+    world.go(*both)
+    runs = world.wait(jobs)
+    between = pidispatch.FORGES[case.kind].request_separator
+    assert {run.target for run in runs} == {f"octo/spoon{between}{pull.number}"}
     assert [run.state for run in runs] == ["completed"] * 2
     [won] = [run for run in runs if run.reason is None]
     [lost] = [run for run in runs if run.reason == "not-pushed"]
@@ -371,12 +398,6 @@ def test_two_runs_race_on_one_request_and_the_loser_is_reported_not_lost(
     pidispatch.publish_by_hand(world.settings, outside, lost.id, "rescued")
     rescued = world.repo.git.show("rescued", "spoon.txt")
     assert f"from replica {lost.replica}" in rescued
-
-
-def execute(client: Any, box: dict[str, Any], command: str) -> bool:
-    made = client.exec_create(box["Id"], ["sh", "-c", command])
-    client.exec_start(made["Id"])
-    return bool(client.exec_inspect(made["Id"])["ExitCode"] == 0)
 
 
 # -- before anything is spent --------------------------------------------------------
@@ -435,14 +456,13 @@ def test_a_failed_runs_request_is_still_found_and_marked_and_told_once(
 
 
 def test_an_adopted_agents_work_is_not_published_by_the_host(
-    opened: Open, case: ForgeCase, docker_client: Any
+    opened: Open, case: ForgeCase
 ) -> None:
     """The mode is the job's own: the setting that gave it may have changed since."""
     world = opened(publish="agent")
     world.rules({"kind": case.kind})
-    wait = "until [ -e /tmp/go ]; do sleep 0.1; done"
     script = "\n".join((SET, CHANGE, case.publish))
-    world.model.set_scripts(solve(bash(wait), bash(script), say()))
+    world.model.set_scripts(solve(bash(WAIT), bash(script), say()))
     world.start()
     jobs = world.label()
     world.wait_for(lambda: world.model.log)
@@ -450,7 +470,7 @@ def test_an_adopted_agents_work_is_not_published_by_the_host(
     world.stop(end_jobs=False)
     world.change(publish="host")
     world.start()
-    assert execute(docker_client, box, "touch /tmp/go")
+    world.go(box)
     [run] = world.wait(jobs)
     assert (run.state, run.reason) == ("completed", None)
     assert run.request

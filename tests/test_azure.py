@@ -1203,37 +1203,10 @@ def test_a_tag_of_ours_or_a_strangers_or_a_readers_starts_nothing(
         dropped(world, forge.tagged(world.repo, 7, "pi:urgent", login), reason)
 
 
-def test_what_cannot_be_told_waits_and_is_resolved_when_it_can(world: World) -> None:
-    """T24: an unknown permission is stored and asked again, not run."""
-    world.start()
-    fault = world.forge.fail_next("GET", "/graph/|/projects/", 403, times=999)
-    payload = forge_of(world).tagged(world.repo, 7, "pi:urgent", "maintainer")
-    assert send(world, payload) == (202, {"status": "pending"})
-    world.wait_for(lambda: world.forge.requests("GET", "/projects/"))
-    assert world.store.runs(100) == []
-    fault.times = 0
-    world.wait_for(lambda: len(world.store.runs(100)) == 1)
-    [run] = world.wait([world.store.runs(100)[0].id])
-    assert run.state == "completed"
-
-
 PHRASE = {
     "on": {"type": "comment", "phrase": "@pi"},
     "run": {"kind": "azure", "flow": "review", "repository": "spoon", "replicas": 2},
 }
-
-
-def test_a_strangers_remark_does_not_swallow_a_maintainers(world: World) -> None:
-    world.repo.accounts.user("stranger")
-    world.rules(PHRASE)
-    world.start()
-    forge = forge_of(world)
-    dropped(
-        world, forge.remarked(world.repo, 7, "<p>@pi</p>", "stranger"), "not-allowed"
-    )
-    payload = forge.remarked(world.repo, 7, "<p>@pi</p>", "maintainer")
-    runs = world.wait(pending(world, payload, 2))
-    assert [run.state for run in runs] == ["completed", "completed"]
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -1362,16 +1335,3 @@ def test_the_edge_answers_exact_statuses(world: World) -> None:
         200,
         {"status": "ignored", "reason": "unhandled-event"},
     )
-
-
-@pytest.mark.skipif(not manifest(), reason="the stored real payloads are not here")
-def test_real_payloads_get_exact_statuses(world: World) -> None:
-    world.start()
-    for row in manifest():
-        raw = (PAYLOADS / row["file"]).read_bytes()
-        headers = demo.azure_delivery({}, SECRET)[0]
-        wrong = demo.azure_delivery({}, "wrong")[0]
-        assert world.send(wrong, raw)[0] == 401, row["file"]
-        status, answer = world.send(headers, raw)
-        assert (status, answer["status"]) == (200, "ignored"), row["file"]
-        assert answer["reason"] in pidispatch.DROP_REASONS

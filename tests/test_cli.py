@@ -352,7 +352,7 @@ def test_init_writes_what_the_loader_and_the_schema_accept(folder: Path) -> None
     result = cli("init", "new/place")
     place = folder / "new/place"
     assert result.exit_code == 0
-    assert "next: " in result.output
+    assert "next, in new/place:" in result.output
     assert (place / ".env").stat().st_mode & 0o777 == 0o600
     rules = json.loads((place / "triggers.json").read_text())
     schema = json.loads((place / "triggers.schema.json").read_text())
@@ -369,6 +369,33 @@ def test_init_writes_what_the_loader_and_the_schema_accept(folder: Path) -> None
     Draft202012Validator(schema).validate(limits)
     checked = cli("limits", "check", str(place / "limits.json"))
     assert checked.output.endswith("limits.json: 0 scopes, 0 pause windows, no fault\n")
+
+
+@pytest.mark.parametrize("forge", pidispatch.FORGES)
+def test_init_for_a_forge_needs_its_blanks_filled_and_nothing_else(
+    forge: str, folder: Path
+) -> None:
+    result = cli("init", "place", "--forge", forge)
+    assert result.exit_code == 0
+    assert f"https://<your host>/{forge}" in result.output
+    place = folder / "place"
+    assert cli("triggers", "check", str(place / "triggers.json")).exit_code == 0
+    text = (place / ".env").read_text()
+    pidispatch.load_settings({}, place / ".env")  # as it is, it is no fault
+    blanks = re.findall(r"^#([A-Z_]+)=", text, re.M)
+    blanks.remove("ANTHROPIC_API_KEY")
+    for name in blanks:
+        assert name in result.output, "the steps name every blank"
+    text = re.sub(
+        r"^#([A-Z_]+_URL)=$", r"\1=https://forge.example.org", text, flags=re.M
+    )
+    text = re.sub(r"^#([A-Z_]+)=$", r"\1=filled-in", text, flags=re.M)
+    text = re.sub(r"^#([A-Z_]+=.)", r"\1", text, flags=re.M)
+    (place / ".env").write_text(text)
+    settings = pidispatch.load_settings({}, place / ".env")
+    assert settings.keys == {"anthropic": "filled-in"}
+    assert list(pidispatch.forges_of(settings)) == [forge]
+    pidispatch.TriggersFile(place / "triggers.json", [forge], settings.providers)
 
 
 def test_limits_check_names_every_fault_and_exits_two(folder: Path) -> None:

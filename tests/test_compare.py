@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
-from world import World, bash, say, world
+from world import KEY, World, bash, say, world
 
 import pidispatch
 
@@ -91,6 +94,85 @@ def test_the_command_prints_the_set_and_its_json_keeps_its_schema(
     told = CliRunner().invoke(pidispatch.main, ["compare", jobs[0], "--json"])
     shape = pidispatch.output_schema("compare")
     Draft202012Validator(shape).validate(json.loads(told.output))
+
+
+def test_each_replica_runs_on_its_model_and_the_set_is_compared(made: World) -> None:
+    """replicaModels, on two providers: in the box, the record, both comparisons."""
+    fake = made.settings.providers["fake"]
+    row = dict(fake.models[0])
+    other = msgspec.structs.replace(fake, name="other", models=(row | {"id": "b/2"},))
+    made.stop()
+    made.change(
+        providers={"fake": fake, "other": other}, keys={"fake": KEY} | {"other": KEY}
+    )
+    models = ["fake/fake-1", "other/b/2"]
+    made.rules({"replicas": 2, "replicaModels": models})
+    service = made.start()
+    jobs = made.label()
+    made.wait(jobs)
+    records = [made.record(job) for job in jobs]
+    assert [record.outcome for record in records] == ["completed"] * 2
+    assert [(r.provider, r.model) for r in records] == [
+        ("fake", "fake-1"),
+        ("other", "b/2"),
+    ]
+    asked = {call.body["model"] for call in made.model.log}
+    assert asked == {"fake-1", "b/2"}, "the model was asked by the name it was given"
+    found = compared(made, jobs[0])
+    assert [run.model for run in found.runs] == models
+    assert {n: c for n, *c in pidispatch.comparison_rows(found)}["model"] == models
+    page = (
+        urllib.request.urlopen(
+            f"http://127.0.0.1:{service.panel.port}/compare/{jobs[1]}", timeout=10
+        )
+        .read()
+        .decode()
+    )
+    cells = re.search(r'<th scope="row">model</th>(.*?)</tr>', page)
+    assert cells and re.findall(r"<td>(.*?)</td>", cells[1]) == models
+    assert [pick.name for pick in made.store.picks().models] == models
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        ({"replicas": 2, "replicaModels": ["fake/a", "nobody/b"]},
+         r'replicaModels\[1\]: "nobody/b" names no provider that is known: .*fake'),
+        ({"replicas": 2, "replicaModels": ["fake/a"]}, "exactly 2 models"),
+        ({"replicas": 3, "replicaModels": ["fake/a", "fake/b"]}, "exactly 3 models"),
+        ({"replicaModels": ["fake/a", "fake/b"]}, "does nothing without run.replicas"),
+    ],
+)  # fmt: skip
+def test_models_that_fit_no_set_are_refused_at_load_and_a_reload_keeps_the_rules(
+    made: World, run: dict[str, Any], why: str
+) -> None:
+    kept = made.service.triggers.rules  # type: ignore[union-attr]
+    made.rules(run)
+    made.wait_for(lambda: made.service.triggers.problem)  # type: ignore[union-attr]
+    assert re.search(why, made.service.triggers.problem)  # type: ignore[union-attr,arg-type]
+    assert made.service.triggers.rules == kept  # type: ignore[union-attr]
+    made.stop()
+    with pytest.raises(pidispatch.Faults, match=why):
+        made.start()
+
+
+@pytest.mark.parametrize("command", ["check", "list", "show 0"])
+def test_the_commands_know_the_providers_of_the_settings(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules, providers = tmp_path / "triggers.json", tmp_path / "providers.json"
+    run = {"kind": "github", "flow": "fix-issue", "replicas": 2}
+    run["replicaModels"] = ["anthropic/a", "mine/b"]
+    on = {"type": "label", "any": ["x"]}
+    rules.write_text(json.dumps({"triggers": [{"on": on, "run": run}]}))
+    words = ["triggers", *command.split(), str(rules)]
+    refused = CliRunner().invoke(pidispatch.main, words)
+    assert refused.exit_code == 2 and "PI_PROVIDERS_FILE" in refused.output
+    row = {"baseUrl": "http://127.0.0.1:1/v1", "style": "openai-completions"}
+    row["keyVariable"] = "MINE_KEY"
+    providers.write_text(json.dumps({"providers": {"mine": row}}))
+    monkeypatch.setenv("PI_PROVIDERS_FILE", str(providers))
+    assert CliRunner().invoke(pidispatch.main, words).exit_code == 0
 
 
 def test_a_sibling_without_a_result_says_why_and_hides_nothing(made: World) -> None:

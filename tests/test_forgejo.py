@@ -1023,9 +1023,8 @@ def test_doctor_says_whether_the_token_works(fake: demo.FakeForgejo, path: str) 
 
     def found(**more: Any) -> pidispatch.Check:
         checks: list[pidispatch.Check] = []
-        pidispatch._check_forges(
-            Settings(**fields, **more), (), checks, requests.Session()
-        )
+        session = requests.Session()
+        pidispatch._check_forges(Settings(**fields, **more), (), checks, session)
         [check] = checks
         return check
 
@@ -1043,54 +1042,9 @@ def test_doctor_says_whether_the_token_works(fake: demo.FakeForgejo, path: str) 
 # -- who asked, the whole way -------------------------------------------------
 
 
-def test_allowed_denied_and_could_not_tell(post: Post) -> None:
-    """T24: a stranger's label is dropped, an unknown permission waits."""
-    assert post.label("x") == "no-allowlisted-label"
-    assert post.label("x", "pi:urgent", by="stranger") == "not-allowed"
-    assert post.label("x") == "no-allowlisted-label"
-    post.world.forge.fail_next("GET", "/permission", status=403, times=1)
-    post.clock.pass_(5)
-    repo, store = post.world.repo, post.world.store
-    labels = ["x", "pi:urgent"]
-    payload = demo.forgejo_payload(repo, 7, "label_updated", "maintainer", labels)
-    told = demo.forgejo_delivery("issues", payload, SECRET, "wait")
-    assert post.world.send(*told)[1] == {"status": "pending"}
-    asked = post.world.forge.requests
-    post.world.wait_for(lambda: len(asked("GET", "maintainer/permission")) == 1)
-    caps = pidispatch.Caps(None, None, None, "UTC")
-    assert store.status(caps, 0).pending == 1
-    assert store.runs(9) == []
-    post.world.wait_for(lambda: post.clock.pass_(1) or store.runs(9))
-
-
 def test_our_own_label_starts_nothing_t21(post: Post) -> None:
     assert post.label("x") == "no-allowlisted-label"
     assert post.label("x", "pi:urgent", by="operator") == "self"
-
-
-def test_a_strangers_comment_does_not_swallow_a_maintainers(post: Post) -> None:
-    rule = {"on": {"type": "comment", "phrase": "@pi"}, "run": flow("review")}
-    post.world.rules(rule)
-    post.world.service.triggers.refresh()  # type: ignore[union-attr]
-    make, repo = demo.forgejo_comment_payload, post.world.repo
-    assert post(make(repo, 7, "@pi go", "stranger"), "issue_comment") == "not-allowed"
-    assert post(make(repo, 7, "@pi go", "maintainer"), "issue_comment") == "queued"
-    edited = make(repo, 7, "@pi go", "maintainer", "edited")
-    assert post(edited, "issue_comment") == "action-not-actionable"
-
-
-@pytest.mark.parametrize(
-    ("closer", "author", "end"),
-    [("maintainer", "stranger", "queued"), ("stranger", "maintainer", "not-allowed")],
-)
-def test_a_close_is_judged_by_its_closer(
-    post: Post, closer: str, author: str, end: str
-) -> None:
-    post.world.rules({"on": {"type": "issue", "action": ["closed"]}, "run": flow("x")})
-    post.world.service.triggers.refresh()  # type: ignore[union-attr]
-    repo = post.world.repo
-    repo.add_issue(9, user=author)
-    assert post(demo.forgejo_payload(repo, 9, "closed", closer)) == end
 
 
 def test_the_edge_answers_each_credential_and_encoding_exactly(post: Post) -> None:

@@ -700,25 +700,6 @@ def test_no_payload_of_gitlab_says_who_may() -> None:
         assert gitlab().authority(parse(shape)) == "ask"
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        merge("approved", author_id=10) | {"user": {"id": 20, "username": "x"}},
-        issue("close", author_id=10) | {"user": {"id": 20, "username": "x"}},
-    ],
-)
-def test_a_review_is_judged_by_its_reviewer_and_a_close_by_its_closer(
-    shape: dict[str, Any], fake: demo.FakeGitLab
-) -> None:
-    """Both inverted pairs: an author who may, and one who may not."""
-    people = fake.data.accounts.users
-    may, may_not = people["maintainer"].id, fake.data.accounts.user("stranger").id
-    for actor, author, allowed in ((may, may_not, True), (may_not, may, False)):
-        shape["user"]["id"] = actor
-        shape["object_attributes"]["author_id"] = author
-        assert client(fake).ask(parse(shape)) is allowed
-
-
 # -- the API ------------------------------------------------------------------
 
 
@@ -1173,36 +1154,6 @@ def test_an_urgent_label_makes_two_branches_and_two_merge_requests(
 
 def caps(world: World) -> pidispatch.Caps:
     return pidispatch.Caps.of(world.settings)
-
-
-def test_who_may_is_asked_and_what_cannot_be_told_waits(world: World) -> None:
-    """T24, T07: the answer does not wait for the API; a stranger's no is final."""
-    world.start()
-    world.forge.fail_next("GET", "/members/", status=500, times=2)
-    payload = demo.gitlab_payload(world.repo, 7, "update", "maintainer", "pi:urgent")
-    assert send(world, payload, "one") == (202, {"status": "pending"})
-    [job] = world.wait_for(lambda: world.jobs_of("one"))
-    assert world.wait([job])[0].state == "completed"
-    world.repo.add_issue(8)
-    before = world.store.status(caps(world), 0).counts.get("not-allowed", 0)
-    other = demo.gitlab_payload(world.repo, 8, "update", "stranger[bot]", "pi:urgent")
-    assert send(world, other, "two")[0] == 202
-    world.wait_for(
-        lambda: world.store.status(caps(world), 0).counts.get("not-allowed", 0) > before
-    )
-    assert world.jobs_of("two") == []
-
-
-def test_a_strangers_note_does_not_swallow_a_maintainers(world: World) -> None:
-    on = {"type": "comment", "phrase": "@pi"}
-    world.rules({"on": on, "run": {"kind": "gitlab", "flow": "fix-issue"}})
-    world.start()
-    for who in ("stranger", "maintainer"):
-        note_ = demo.gitlab_note_payload(world.repo, 7, "@pi go", who)
-        assert send(world, note_, who)[0] == 202
-    [job] = world.wait_for(lambda: world.jobs_of("maintainer"))
-    assert world.wait([job])[0].state == "completed"
-    assert world.jobs_of("stranger") == []
 
 
 def test_our_own_notes_and_labels_start_nothing(world: World) -> None:

@@ -21,6 +21,7 @@ from world import (
     COMMIT,
     DIALECTS,
     SECRET,
+    WAIT,
     World,
     bash,
     bridge_address,
@@ -89,17 +90,17 @@ def test_one_real_delivery_makes_two_boxes_two_branches_and_two_requests(
     boxed: World, payloads: Path
 ) -> None:
     boxed.rules({"replicas": 2})
-    boxed.model.set_scripts(solve(bash("sleep 2"), bash(COMMIT), say()))
+    boxed.model.set_scripts(solve(bash(WAIT), bash(COMMIT), say()))
     boxed.start()
     guid = str(uuid.uuid4())
-    since = time.time()
     made, n = label_once(boxed, payloads, guid)
     delivery = boxed.forge.delivery_id(guid)
     set_ = pidispatch.set_id(boxed.forge.kind, delivery)
     jobs = [f"{set_}-r1", f"{set_}-r2"]
     assert made == jobs
 
-    both = boxed.wait_for(lambda: len(c := boxed.containers()) == 2 and c)
+    both = boxed.wait_for(lambda: len(c := boxed.containers()) == 2 and c, 60)
+    boxed.go(*both)
     assert sorted(c["Name"] for c in both) == [f"/pi-job-{job}" for job in jobs]
     for container in both:
         assert list(container["NetworkSettings"]["Networks"]) == [
@@ -117,8 +118,8 @@ def test_one_real_delivery_makes_two_boxes_two_branches_and_two_requests(
     assert all(r.tokens and r.tokens.total and r.tokens.cost for r in records)
     status_ = boxed.store.status(pidispatch.Caps.of(boxed.settings), time.time())
     assert status_.used == 2
-    assert most_at_once(boxed, since) == 2, "they ran at the same time"
     assert boxed.nothing_left()
+    assert most_at_once(boxed, 2) == 2, "they ran at the same time"
 
 
 # -- show 2: again, coalesced, later -------------------------------------------
@@ -316,8 +317,7 @@ def test_the_box_reaches_nothing_but_its_gate_and_knows_no_secret(
     host = bridge_address(docker_client)
     edge = boxed.service.edge.port  # type: ignore[union-attr]
     path = f"/host.docker.internal:{port}/v1/chat/completions"
-    wait = "until [ -e /tmp/go ]; do sleep 0.1; done"
-    boxed.model.set_scripts(solve(bash(wait), say()))
+    boxed.model.set_scripts(solve(bash(WAIT), say()))
     jobs = boxed.label()
     one, other = boxed.wait_for(lambda: len(c := boxed.containers()) == 2 and c)
     gates = boxed.wait_for(lambda: len(c := boxed.containers("gate")) == 2 and c)
@@ -339,9 +339,7 @@ def test_the_box_reaches_nothing_but_its_gate_and_knows_no_secret(
     inspected = json.dumps([one, other, *gates])
     logs = b"".join(docker_client.logs(c["Id"]) for c in (one, other, *gates))
     tops = json.dumps([docker_client.top(c["Id"]) for c in (one, other, *gates)])
-    for container in (one, other):
-        go = docker_client.exec_create(container["Id"], ["touch", "/tmp/go"])
-        docker_client.exec_start(go["Id"])
+    boxed.go(one, other)
     boxed.wait(jobs)
 
     owner = one["Config"]["Labels"][pidispatch.LABEL + "job"]
@@ -471,13 +469,13 @@ def test_with_one_slot_three_replicas_run_one_after_another(boxed: World) -> Non
     )
     boxed.model.set_scripts(solve(bash(look), bash(COMMIT), say()))
     boxed.start()
-    since = time.time()
     jobs = boxed.label()
     runs = boxed.wait(jobs, 90)
     assert [run.state for run in runs] == ["completed"] * 3
     pulls = boxed.pulls()
     assert sorted(pulls) == [f"pi/issue-7-r{i}" for i in (1, 2, 3)]
-    assert most_at_once(boxed, since) == 1
+    assert boxed.nothing_left()
+    assert most_at_once(boxed, 3) == 1
 
     tips = {i: boxed.repo.branch(f"pi/issue-7-r{i}") for i in (1, 2, 3)}
     seen = {
@@ -493,22 +491,12 @@ def test_with_one_slot_three_replicas_run_one_after_another(boxed: World) -> Non
     assert len(bases) == 1
 
 
-def most_at_once(world: World, since: float) -> int:
-    filters = {
-        "label": [
-            f"{pidispatch.LABEL}instance={world.instance}",
-            f"{pidispatch.LABEL}role=job",
-        ],
-        "event": ["start", "die"],
-    }
-    events = world.docker.events(
-        since=int(since) - 1, until=int(time.time()) + 1, filters=filters, decode=True
-    )
-    running = most = 0
-    for event in sorted(events, key=lambda e: e["timeNano"]):
-        running += 1 if event["Action"] == "start" else -1
-        most = max(most, running)
-    return most
+def most_at_once(world: World, lived: int) -> int:
+    """How many of a world's containers, all gone by now, ever ran together."""
+    lives = world.lives.values()
+    assert len(lives) == lived
+    assert all(began < ended for began, ended in lives)
+    return max(sum(b <= began < e for b, e in lives) for began, _ in lives)
 
 
 # -- a gate that dies ------------------------------------------------------------
@@ -518,17 +506,14 @@ def most_at_once(world: World, since: float) -> int:
 def test_a_gate_that_dies_is_started_again_once_and_the_meter_goes_on(
     boxed: World, docker_client: Any
 ) -> None:
-    wait = "until [ -e /tmp/go ]; do sleep 0.1; done"
-    boxed.model.set_scripts(solve(bash(wait), bash(COMMIT), say()))
+    boxed.model.set_scripts(solve(bash(WAIT), bash(COMMIT), say()))
     boxed.start()
     jobs = boxed.label()
     boxed.wait_for(lambda: boxed.model.log)
     [gate] = boxed.containers("gate")
     docker_client.kill(gate["Id"])
     boxed.wait_for(lambda: boxed.containers("gate"))
-    [box] = boxed.containers()
-    go = docker_client.exec_create(box["Id"], ["touch", "/tmp/go"])
-    docker_client.exec_start(go["Id"])
+    boxed.go(*boxed.containers())
     [run] = boxed.wait(jobs)
     assert run.state == "completed"
     tokens = boxed.record(run.id).tokens

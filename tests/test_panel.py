@@ -273,7 +273,7 @@ def filled(here: World, maker: Maker, count: int) -> str:
         exitCode=0, turns=3, tokens=pidispatch.Tokens(total=100), forks=None,
         provider="fake", model="fake-1", budgetReserved=True, attempt=1, replica=None,
         replicas=None, triggerIndex=0, triggerType="label", session=None, bundle=False,
-        host="here",
+        host="here", picked=None,
     )  # fmt: skip
     now = time.time()
     payload = msgspec.json.encode(plain).decode()

@@ -436,7 +436,7 @@ def test_records_hold_no_text_and_all_keys_in_their_order() -> None:
     keys = (
         "jobId kind target flow queuedAt startedAt endedAt outcome reason exitCode "
         "turns tokens forks provider model budgetReserved attempt replica replicas "
-        "triggerIndex triggerType session bundle host"
+        "triggerIndex triggerType session bundle host picked"
     )
     assert list(pidispatch.Record.__struct_fields__) == keys.split()
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import sys
+import threading
+import time
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from conftest import FakeClock, Maker
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,6 +172,44 @@ def test_status_says_what_waits_what_was_spent_and_what_is_wrong(
     assert text.endswith("triggers file: t.json: one\ntriggers file: t.json: two")
 
 
+# -- long work ------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_work_says_on_a_terminal_how_long_it_goes_on() -> None:
+    terminal, steps = Terminal(), iter(["r1 queued and waiting", "r1 \x1b[31mred"])
+    said, asked = threading.Event(), []
+
+    def text() -> str:
+        asked.append(1)
+        if len(asked) > 2:
+            said.set()
+        return next(steps, "last")
+
+    with pidispatch.underway(text, 0.001, terminal):
+        assert said.wait(5)
+    shown = terminal.getvalue()
+    assert shown.startswith("\rr1 queued and waiting, 0 s")
+    assert "\x1b" not in shown and "\n" not in shown, "no colour, one line"
+    lines = shown.split("\r")
+    assert len(lines[2]) >= len(lines[1]), "a shorter text hides the longer one"
+    assert lines[-1] == "" and lines[-2].strip() == "", "and it goes away"
+
+
+def test_where_no_terminal_is_long_work_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for stream, term in ((io.StringIO(), "xterm"), (Terminal(), "dumb")):
+        monkeypatch.setenv("TERM", term)
+        with pidispatch.underway(lambda: "x", 0.001, stream):
+            time.sleep(0.02)
+        assert stream.getvalue() == ""
+
+
 # -- rules --------------------------------------------------------------------
 
 
@@ -186,7 +228,7 @@ def test_a_replicated_rule_shows_its_multiplier_beside_the_trust_model() -> None
         "[x3] each delivery makes 3 jobs",
         "3 slots",
         "3 times the tokens",
-        "3 review requests",
+        "opens 3 pull requests",
         "no replica's end cancels a sibling; a person compares and picks",
         "trust: started only on the word of someone the forge lets steer it",
         "only the caps bound them",
@@ -197,18 +239,64 @@ def test_a_replicated_rule_shows_its_multiplier_beside_the_trust_model() -> None
     assert "[x" not in pidispatch.rules_table([rule(LABEL)])
 
 
-def test_a_replicated_comment_rule_names_the_shared_head_and_token() -> None:
-    text = pidispatch.rule_detail(rule(COMMENT, replicas=2, publish="agent"))
-    assert "all replicas share one head branch" in text
-    assert "puts the forge token into the box" in text
-    assert "without a GitHub App all replicas hold one operator token" in text
-    gitlab = rule(COMMENT, kind="gitlab", replicas=2, publish="agent")
-    shown = pidispatch.rule_detail(gitlab)
-    assert "note: all replicas hold one operator token" in shown
-    assert "GitHub App" not in shown
-    host = pidispatch.rule_detail(rule(COMMENT, kind="gitlab", replicas=2))
-    assert "token into the box" not in host
-    assert "operator token" not in host
+@pytest.mark.parametrize("kind", pidispatch.FORGES)
+def test_a_replicated_rule_says_what_is_true_of_its_forge(kind: str) -> None:
+    """What replicas open by its noun, the shared head, whose token a box holds."""
+    row = pidispatch.FORGES[kind]
+
+    def shown(on: dict[str, Any], **run: Any) -> str:
+        return pidispatch.rule_detail(rule(on, kind=kind, replicas=2, **run))
+
+    made = f"opens 2 {row.request_noun}s"
+    comments = f"comments 2 times on the {row.request_noun}"
+    request = {"type": "pull_request", "action": [row.pr_actions[1]]}
+    label, comment = shown(LABEL), shown(COMMENT)
+    assert made in label and comments not in label
+    assert made in comment and comments in comment
+    assert made not in shown(request) and comments in shown(request)
+    for text in (label, comment, shown(request)):
+        assert "token into the box" not in text
+        assert "operator token" not in text
+        assert "share one head branch" not in text
+
+    for on in (LABEL, COMMENT, request):
+        text = shown(on, publish="agent")
+        assert "puts the forge token into the box" in text
+        assert ("all replicas share one head branch" in text) is (on is not LABEL)
+        app = "without a GitHub App all replicas hold one operator token"
+        assert (f"note: {app}" in text) is (kind == "github")
+        everywhere = "the token is the operator's own, for every project"
+        for words in (everywhere, "all replicas hold one operator token"):
+            assert (f"note: {words}" in text) is (kind != "github")
+
+
+def shown_by_command(tmp_path: Path, **run: Any) -> str:
+    """What `triggers show` prints of a comment rule."""
+    path = tmp_path / "triggers.json"
+    values = {"kind": "github", "flow": "review", **run}
+    path.write_text(json.dumps({"triggers": [{"on": COMMENT, "run": values}]}))
+    done = CliRunner().invoke(pidispatch.main, ["triggers", "show", "0", str(path)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("kind", ["github", "gitlab", "forgejo", "azure"])
+def test_showing_a_replicated_comment_rule_says_what_it_costs_and_risks(
+    kind: str, tmp_path: Path
+) -> None:
+    """The multiplier always; a request's hazard and the credential as they apply."""
+    more = {"repository": "spoon"} if kind == "azure" else {}
+    hazard, token = "all replicas share one head branch", "replicas hold one operator"
+    plain = shown_by_command(tmp_path, kind=kind, **more)
+    assert not any(text in plain for text in ("multiplier", hazard, token))
+    host = shown_by_command(tmp_path, kind=kind, replicas=2, **more)
+    assert "multiplier: [x2] each delivery makes 2 jobs" in host
+    assert "on a request no replica pushes anything" in host
+    assert hazard not in host and token not in host
+    agent = shown_by_command(tmp_path, kind=kind, replicas=3, publish="agent", **more)
+    assert "multiplier: [x3]" in agent and hazard in agent and token in agent
+    assert ("without a GitHub App" in agent) is (kind == "github")
+    assert "no replica pushes" not in agent
 
 
 def test_a_rule_that_says_nothing_is_shown_as_the_setting_makes_it() -> None:

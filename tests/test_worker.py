@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from conftest import ROOT, FakeClock, Maker, record_of
-from world import KEY, SECRET, TOKEN, World
+from world import DIALECTS, KEY, SECRET, TOKEN, World, say, solve
 from world import world as make_world
 
 import pidispatch
@@ -27,9 +27,13 @@ CAPS = pidispatch.Caps(25, None, None, "UTC")
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with make_world(tmp_path) as made:
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    """GitHub's world, or another forge's by its kind."""
+    with make_world(tmp_path, kind=getattr(request, "param", "github")) as made:
         yield made
+
+
+each_forge = pytest.mark.parametrize("world", DIALECTS, indirect=True)
 
 
 def worker_of(world: World, triggers: Path | None = None) -> pidispatch.Worker:
@@ -169,6 +173,7 @@ def replay(world: World, job: str) -> str:
     return pidispatch.replay_by_hand(world.settings, outside, job)
 
 
+@each_forge
 def test_a_completed_job_is_made_again_twice_from_the_item_as_it_reads_now(
     world: World,
 ) -> None:
@@ -178,17 +183,40 @@ def test_a_completed_job_is_made_again_twice_from_the_item_as_it_reads_now(
     world.wait([job])
     world.repo.issues[7].title = "Bend it more"
     world.repo.issues[7].body = "canary of the new text"
+    world.repo.open_pull("other", title="Not it", body="Not it.", files={"x": "1"})
     again = replay(world, job)
     assert again == f"{job}-again1"
     world.wait([again])
     assert world.record(again).outcome == "completed"
     asked = json.dumps(world.model.log[-1].body)
     assert "canary of the new text" in asked and "Keep it short." in asked
-    assert len(world.pulls()) == 1, "its branch's own open request is used again"
+    assert sorted(world.pulls()) == ["other", "pi/issue-7"], "its own is used again"
     second = replay(world, again)
     assert second == f"{job}-again2", "a replay's replays count on"
     world.wait([second])
     assert replay(world, job) == f"{job}-again3"
+
+
+@each_forge
+def test_a_job_on_a_request_is_made_again_from_the_request_as_it_reads_now(
+    world: World,
+) -> None:
+    pull = world.repo.open_pull("topic", title="Bend", files={"spoon.txt": "bent\n"})
+    run = {"kind": world.forge.kind, "flow": "review", **world.forge.run_fields}
+    world.rules({"on": {"type": "comment", "phrase": "@pi"}, "run": run})
+    world.model.set_scripts(solve(say()))
+    world.start()
+    (job,) = world.remark(pull.number, "@pi look", "remark", request=True)
+    world.wait([job])
+    pull.title, pull.body = "Bend it more", "canary of the new text"
+    again = replay(world, job)
+    [run_] = world.wait([again])
+    assert (run_.state, run_.reason) == ("completed", None)
+    assert run_.target == world.store.run(job)[0].target
+    asked = json.dumps(world.model.log[-1].body)
+    assert "canary of the new text" in asked and "Bend it more" in asked
+    told = world.repo.comments_on(pull.number, request=True)
+    assert len(told) == 3, "the person's word, and a report of each run"
 
 
 def test_a_refused_and_a_cancelled_job_are_made_again(world: World) -> None:

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,6 +46,10 @@ COMMIT = (
 )
 
 
+#: A step that stands still until `World.go` lets it on.
+WAIT = "until [ -e /tmp/go ]; do sleep 0.05; done"
+
+
 def solve(*steps: dict[str, Any]) -> list[dict[str, Any]]:
     """One script for every conversation of the repository."""
     return [{"match": "", "steps": list(steps or (bash(COMMIT), say()))}]
@@ -71,6 +76,8 @@ class World:
     sent: int = field(default=0)
     name: str = field(default_factory=lambda: pidispatch.random_hex(4))
     starts: dict[str, float] = field(default_factory=dict)
+    #: When the engine started and ended each removed container of a job, by its id.
+    lives: dict[str, tuple[datetime, datetime]] = field(default_factory=dict)
     #: What the first world's own look at the engine proved, for those after it.
     proven: ClassVar[str | None] = None
 
@@ -104,8 +111,10 @@ class World:
             engine=engine,
             clock=self.clock,
         )
-        if self.docker and World.proven:
-            service.store.set_flag("isolation", World.proven)
+        if self.docker:
+            self._note_lives(service.engine)
+            if World.proven:
+                service.store.set_flag("isolation", World.proven)
         service.start()
         self.service = service
         return service
@@ -116,6 +125,22 @@ class World:
                 World.proven = self.store.flag("isolation")
             self.service.stop(end_jobs=end_jobs)
             self.service = None
+
+    def _note_lives(self, engine: Any) -> None:
+        """Asks the engine right before removing: its events it soon forgets."""
+        remove = engine.remove_job
+
+        def noted(job: str) -> None:
+            for row in engine._list({"job": job, "role": "job"}):
+                state = engine.api.inspect_container(row["Id"])["State"]
+                began, ended = (
+                    datetime.fromisoformat(state[f"{name}At"])
+                    for name in ("Started", "Finished")
+                )
+                self.lives[row["Id"]] = (began, ended)
+            remove(job)
+
+        engine.remove_job = noted
 
     @property
     def store(self) -> pidispatch.Store:
@@ -161,6 +186,17 @@ class World:
             return self.wait_for(lambda: self.jobs_of(str(guid)))
         assert (status, answer["status"]) == (202, "queued"), answer
         return list(answer["jobs"])
+
+    def remark(
+        self, number: int, text: str, guid: str, request: bool = False
+    ) -> list[str]:
+        """A maintainer comments; the ids of the jobs it became."""
+        who = ("maintainer", SECRET, guid)
+        status, _ = self.send(
+            *self.forge.remark(self.repo, number, text, *who, request)
+        )
+        assert status == 202
+        return list(self.wait_for(lambda: self.jobs_of(guid)))
 
     def jobs_of(self, guid: str) -> list[str]:
         """The ids of the jobs that a delivery became, in their order."""
@@ -218,6 +254,17 @@ class World:
         ]
         rows = self.docker.containers(filters={"label": labels})
         return [self.docker.inspect_container(row["Id"]) for row in rows]
+
+    def execute(self, box: dict[str, Any], command: str) -> bool:
+        """Run a command in a container; whether it ended well."""
+        made = self.docker.exec_create(box["Id"], ["sh", "-c", command])
+        self.docker.exec_start(made["Id"])
+        return bool(self.docker.exec_inspect(made["Id"])["ExitCode"] == 0)
+
+    def go(self, *boxes: dict[str, Any]) -> None:
+        """Let the steps that `WAIT` go on."""
+        for box in boxes:
+            assert self.execute(box, "touch /tmp/go")
 
     def wait_for(self, what: Any, seconds: float = 30) -> Any:
         """The first truthy answer of `what`."""

@@ -14560,6 +14560,8 @@ def checks_text(checks: Sequence[Check]) -> str:
         lines.append(f"{_MARKS[check.state]} {check.name}: {check.found}")
         if check.fix and check.state != "ok":
             lines.append(f"    fix: {check.fix}")
+    wrong = sum(check.state == "fail" for check in checks)
+    lines.append(f"not ready: {wrong} to mend" if wrong else "ready")
     return "\n".join(plain_text(line) for line in lines)
 
 

@@ -140,7 +140,7 @@ def test_from_init_to_two_pull_requests_that_a_person_can_compare(
         assert "2 rules, no fault" in person.types("pidispatch triggers check")
         assert "[x2]" in person.types("pidispatch triggers list")
         ready = person.types("pidispatch doctor")
-        assert "✗" not in ready
+        assert "✗" not in ready and ready.rstrip().endswith("\nready")
 
         with person.serves(port):
             payload = demo.labeled_payload(repo, 7, "pi:urgent", "maintainer")

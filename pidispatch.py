@@ -20,7 +20,7 @@ The map, bottom-up; a section uses only what stands above it:
     publish      host-side git: mirrors, packs, bundles, pushes, requests
     dispatch     the ladder before spending; one job from claim to record
     intake       the HTTP edge, the inbox, the poller, the watchers of files
-    surfaces     tables, run detail, doctor
+    surfaces     tables, run detail, the panel, the comparison, doctor
     cli          click commands: parsing and calling, nothing else
 """
 

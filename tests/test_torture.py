@@ -246,7 +246,8 @@ def test_kills_at_random_instants_lose_nothing_and_double_nothing(
         time.sleep(chance.choice((0.3, 1.0, 3.0, 8.0)) * chance.random() + 0.4)
         serving.kill()
     serving.start()  # and then in peace
-    serving.stopping.wait(3)
+    while len(serving.acknowledged) < min(rounds, 5):
+        time.sleep(0.05)
     serving.stopping.set()
     load.join(60)
     settle(serving)

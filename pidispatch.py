@@ -149,6 +149,14 @@ class ForgeRow(msgspec.Struct, frozen=True):
     comment_actions: tuple[str | None, ...] | None
     #: A ref that reaches a request's head also when its branch is a fork's.
     merge_ref: str | None = None
+    #: Issues are work items: of a project and in no repository, tagged whatever the
+    #: case, while requests carry no labels.
+    work_items: bool = False
+    #: Whether there are tokens for one job and one repository alone.
+    job_tokens: bool = False
+    #: Characters that we may put into a request's description: GitHub takes 65,536,
+    #: Azure 4,000.
+    request_chars: int = 60_000
 
 
 FORGES: dict[str, ForgeRow] = {
@@ -176,6 +184,7 @@ FORGES: dict[str, ForgeRow] = {
             # `opened` is silent, because a `labeled` follows for each label
             {"labeled": "added", "opened": "nothing", "reopened": "nothing"},
             ("created",),
+            job_tokens=True,
         ),
         ForgeRow(
             "gitlab",
@@ -222,6 +231,8 @@ FORGES: dict[str, ForgeRow] = {
             {"created": "all", "updated": "added"},
             None,
             "refs/pull/{n}/merge",
+            work_items=True,
+            request_chars=3_000,
         ),
     )
 }
@@ -1629,9 +1640,7 @@ _tuple: Any = tuple
 _annotated: Any = Annotated
 
 _Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
-_Line = Annotated[str, msgspec.Meta(pattern="^" + _LINE)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
-_Labels = tuple[_Text, ...]
 
 
 def _matching(pattern: str) -> Any:
@@ -2117,9 +2126,17 @@ class _Entry(NamedTuple):
         return tuple(self.on.get("action", ()))
 
     @property
+    def row(self) -> ForgeRow | None:
+        return FORGES.get(self.kind or "")
+
+    @property
+    def work_items(self) -> bool:
+        return self.row is not None and self.row.work_items
+
+    @property
     def words(self) -> tuple[str, ...]:
         """The actions that the type knows on this forge."""
-        row = FORGES.get(self.kind or "")
+        row = self.row
         if row is None or self.type not in _ACTED:
             return ()
         return row.pr_actions if self.type == "pull_request" else (str(row.close_word),)
@@ -2143,7 +2160,7 @@ class _Entry(NamedTuple):
     @property
     def bare(self) -> bool:
         """Whether its type is pull_request and it may carry no labels."""
-        return self.type == "pull_request" and (self.kind == "azure" or self.closes)
+        return self.type == "pull_request" and (self.work_items or self.closes)
 
     def has(self, path: str) -> bool:
         return self.place.at(*path.split(".")).value is not msgspec.UNSET
@@ -2155,8 +2172,9 @@ def _strange_actions(entry: _Entry) -> list[int]:
 
 
 def _label_fold(kind: str | None) -> Callable[[str], str]:
-    """How label names compare: exactly, except that Azure ignores case."""
-    return str.casefold if kind == "azure" else str
+    """How label names compare: exactly, except that tags ignore case."""
+    row = FORGES.get(kind or "")
+    return str.casefold if row and row.work_items else str
 
 
 def _contradictions(entry: _Entry) -> list[int]:
@@ -2171,7 +2189,7 @@ def _miscounted(entry: _Entry) -> bool:
 
 
 def _work_items(entry: _Entry) -> bool:
-    return entry.kind == "azure" and entry.type in ("label", "comment")
+    return entry.work_items and entry.type in ("label", "comment")
 
 
 _BARE = "may not stand here: azure's requests and close rules take no labels"
@@ -2192,8 +2210,8 @@ _RULES: tuple[tuple[str, Callable[[_Entry], bool | list[int]], str], ...] = (
     ),
     (
         "on.type",
-        lambda e: e.type == "issue" and e.kind == "azure",
-        "is not served on azure, where work items have no close event",
+        lambda e: e.type == "issue" and e.work_items,
+        "is not served on {kind}, where work items have no close event",
     ),
     ("on.action", _strange_actions, "must be an action of {kind}: {words}"),
     (
@@ -2233,7 +2251,7 @@ _RULES: tuple[tuple[str, Callable[[_Entry], bool | list[int]], str], ...] = (
         "on.reviewState",
         lambda e: (
             "reviewState" in e.on
-            and (e.kind != "github" or "review_submitted" not in e.actions)
+            and "review_submitted" not in {*e.actions} & {*e.words}
         ),
         "goes only with github and the action review_submitted",
     ),
@@ -9369,9 +9387,8 @@ CONFIG_BYTES = 1024 * 1024
 STATUS_BYTES = 16 * 1024 * 1024
 #: Titles: GitLab and Forgejo store 255 characters, GitHub 256, Azure 400.
 TITLE_CHARS = 255
-#: Bodies: GitHub takes 65,536 characters; Azure 4,000 in a request's description.
+#: Comments: GitHub takes 65,536 characters.
 BODY_CHARS = 60_000
-REQUEST_CHARS = {"azure": 3_000}
 #: Packs a mirror may hold before they are rolled into fewer.
 MIRROR_PACKS = 40
 TOLD_CHARS = 1_000
@@ -10696,7 +10713,7 @@ def _is_marked(job: Job, title: str) -> bool:
 
 
 def _request_body(job: Job, written: str) -> str:
-    body = clean_text(written, REQUEST_CHARS.get(job.kind, BODY_CHARS))
+    body = clean_text(written, FORGES[job.kind].request_chars)
     others = sibling_branches(job)
     return render("request-body.md.j2", job=job, body=body, siblings=others)
 
@@ -14257,6 +14274,10 @@ def rules_table(rules: Sequence[Rule]) -> str:
     return table(heads, rows)
 
 
+def _job_tokens(rule: Rule) -> bool:
+    return rule.run.kind in FORGES and FORGES[rule.run.kind].job_tokens
+
+
 #: Lines of SECURITY.md's "not defended" that `triggers show` repeats, each with
 #: the test that tells whether it applies to a rule.
 _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
@@ -14293,21 +14314,19 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
         "after the run",
     ),
     (
-        lambda rule: rule.run.publish == "agent" and rule.run.kind == "github",
+        lambda rule: rule.run.publish == "agent" and _job_tokens(rule),
         "unless a GitHub App mints the token (GITHUB_AUTH_SOURCE=app), it is the "
         "operator's own, for all that it reaches",
     ),
     (
-        lambda rule: (
-            rule.run.publish == "agent" and rule.run.kind not in ("github", "local")
-        ),
+        lambda rule: rule.run.publish == "agent" and not _job_tokens(rule),
         "the token is the operator's own, for every project that it reaches",
     ),
     (
         lambda rule: (
             rule.run.publish == "agent"
             and rule.run.replicas is not None
-            and rule.run.kind == "github"
+            and _job_tokens(rule)
         ),
         "without a GitHub App all replicas hold one operator token",
     ),
@@ -14315,7 +14334,7 @@ _RULE_WARNINGS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
         lambda rule: (
             rule.run.publish == "agent"
             and rule.run.replicas is not None
-            and rule.run.kind not in ("github", "local")
+            and not _job_tokens(rule)
         ),
         "all replicas hold one operator token",
     ),

@@ -13754,9 +13754,12 @@ class Worker:
         engine: Engine | None = None,
         clock: Clock = time.time,
     ) -> None:
-        forges = forges_of(settings)
+        self.settings = settings
+        self.forges = forges_of(settings, clock=clock)
         self.triggers = (
-            TriggersFile(triggers, forges, settings.providers) if triggers else None
+            TriggersFile(triggers, self.forges, settings.providers)
+            if triggers
+            else None
         )
         self.limits = LimitsFile(settings)
         self.store = Store(settings.db, clock)
@@ -13765,34 +13768,41 @@ class Worker:
             settings,
             self.store,
             self.engine,
-            forges,
+            self.forges,
             clock=clock,
             limits=lambda: self.limits.value,
         )
         self.workers = Workers(dispatcher, self.store, settings.concurrency)
         self.cron = Cron(self.store, self._rules, clock)
+        self._works = False
 
     def _rules(self) -> Sequence[Rule]:
         return self.triggers.rules if self.triggers else ()
 
-    def start(self) -> None:
+    def start(self, *, worker: bool = True) -> None:
         """Raises `ConfigError` when another worker has the file."""
-        self.workers.start()
-        self.limits.watch(
-            lambda problem: self.store.set_limits(self.limits.value, problem)
-        )
+        if worker:
+            self.workers.start()
+            self._works = True
+            self.limits.watch(
+                lambda problem: self.store.set_limits(self.limits.value, problem)
+            )
+        else:
+            self.store.never_checkpoint()
         if self.triggers:
             self.triggers.watch(
                 lambda problem: self.store.set_flag("triggers-problem", problem)
             )
-            self.cron.start()
+            if worker:
+                self.cron.start()
 
     def stop(self, *, end_jobs: bool = False) -> None:
-        self.cron.stop()
         if self.triggers:
             self.triggers.stop()
         self.limits.stop()
-        self.workers.stop(end_jobs=end_jobs)
+        if self._works:
+            self.cron.stop()
+            self.workers.stop(end_jobs=end_jobs)
         self.store.close()
 
 
@@ -15783,8 +15793,10 @@ ACTIONS: tuple[tuple[str, Callable[..., Reply]], ...] = (
 # -- the service --------------------------------------------------------------
 
 
-class Service:
-    """A running pidispatch: the receiver, the workers, or both on one file."""
+class Service(Worker):
+    """A running pidispatch: the receiver, with workers of its own or without."""
+
+    triggers: TriggersFile
 
     def __init__(
         self,
@@ -15794,22 +15806,7 @@ class Service:
         engine: Engine | None = None,
         clock: Clock = time.time,
     ) -> None:
-        self.settings = settings
-        self.forges = forges_of(settings, clock=clock)
-        self.triggers = TriggersFile(triggers, self.forges, settings.providers)
-        self.limits = LimitsFile(settings)
-        self.store = Store(settings.db, clock)
-        self.engine = engine or DockerEngine(settings, self.store.instance())
-        dispatcher = Dispatcher(
-            settings,
-            self.store,
-            self.engine,
-            self.forges,
-            clock=clock,
-            limits=lambda: self.limits.value,
-        )
-        self.workers = Workers(dispatcher, self.store, settings.concurrency)
-        self.cron = Cron(self.store, lambda: self.triggers.rules, clock)
+        super().__init__(settings, triggers, engine=engine, clock=clock)
         self.intake = Intake(
             forges=self.forges,
             triggers=self.triggers,
@@ -15821,21 +15818,9 @@ class Service:
         self.poller = Poller(self.intake, polled_of(settings), settings.poll_interval)
         self.edge = _receiver(self.intake, settings)
         self.panel = _panel(settings, self.store, self.triggers, self.engine)
-        self._works = False
 
     def start(self, *, worker: bool = True) -> None:
-        if worker:
-            self.workers.start()
-            self.cron.start()
-            self._works = True
-            self.limits.watch(
-                lambda problem: self.store.set_limits(self.limits.value, problem)
-            )
-        else:
-            self.store.never_checkpoint()
-        self.triggers.watch(
-            lambda problem: self.store.set_flag("triggers-problem", problem)
-        )
+        super().start(worker=worker)
         self.inbox.start()
         self.poller.start()
         self.edge.start()
@@ -15847,12 +15832,7 @@ class Service:
         self.panel.stop(patience=1.0)
         self.poller.stop()
         self.inbox.stop()
-        self.triggers.stop()
-        self.limits.stop()
-        if self._works:
-            self.cron.stop()
-            self.workers.stop(end_jobs=end_jobs)
-        self.store.close()
+        super().stop(end_jobs=end_jobs)
 
 
 def _receiver(intake: Intake, settings: Settings) -> Edge:

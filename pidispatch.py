@@ -9105,13 +9105,13 @@ class DockerBox:
         with engine_answers():
             state = self._state()
             lines = self._meter()
-            tokens, forks, spent = meter_of(lines)
+            tokens, forks, spent = meter_of(lines or ())
             ended = BoxExit(
                 code=state["ExitCode"] if state else None,
                 oom=bool(state and state.get("OOMKilled") and state["ExitCode"]),
                 result=result_of(self._lines(self.name)),
                 tokens=tokens,
-                metered=bool(lines),
+                metered=lines is not None,
                 forks=forks,
                 budget_spent=spent,
             )
@@ -9157,12 +9157,18 @@ class DockerBox:
     def _read(self, name: str, limit: int) -> bytes | None:
         return self.engine.read_file(self.name, f"/outbox/{name}", limit)
 
-    def _meter(self) -> list[str]:
-        """All that the gate wrote; it books its calls in flight as it is stopped."""
+    def _meter(self) -> list[str] | None:
+        """All that the gate wrote; it books its calls in flight as it is stopped.
+
+        None when the gate is gone. Nothing written is a count as well: a gate says
+        that it listens before it takes a call.
+        """
         import docker
 
-        with contextlib.suppress(docker.errors.NotFound):
+        try:
             self.engine.api.stop(self.gate, timeout=STOP_GRACE_SECONDS)
+        except docker.errors.NotFound:
+            return None
         return self._lines(self.gate, "all")
 
     def _lines(self, container: str, tail: int | Literal["all"] = 2000) -> list[str]:

@@ -15,12 +15,14 @@ from conftest import record_of
 import pidispatch
 
 NUMBER = load.NUMBER.decode()
+#: The jobs' numbers begin behind it.
+FIRST = 1_000_000
 #: Seconds over which the jobs are spread: what the retention keeps.
 MONTH = pidispatch.RETENTION_SECONDS - pidispatch.DAY
 #: One job of each number, from its delivery to its request, at `n.at`.
 _BEHIND = """WITH RECURSIVE
     i (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM i WHERE i < :count),
-    n (n, at) AS MATERIALIZED (SELECT printf('%07d', i),
+    n (n, at) AS MATERIALIZED (SELECT CAST(:first + i AS TEXT),
                   :now - :month + i * (:month / :count) FROM i)
     INSERT INTO {into} FROM n"""
 _TABLES = (
@@ -54,6 +56,7 @@ def write(path: Path, count: int) -> None:
     record = record_of(pidispatch.Claimed(job, "", 1, 0.0))
     values = {
         "count": count,
+        "first": FIRST,
         "now": time.time() - 3600,
         "month": MONTH,
         "number": NUMBER,
@@ -69,9 +72,3 @@ def write(path: Path, count: int) -> None:
         for table in _TABLES:
             db.execute(_BEHIND.format(into=table), values)
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
-def scans(db: sqlite3.Connection, sql: str) -> list[str]:
-    """What a statement's plan says of tables that are read from end to end."""
-    plan = db.execute(f"EXPLAIN QUERY PLAN {sql}").fetchall()
-    return [row[3] for row in plan if row[3].startswith("SCAN")]

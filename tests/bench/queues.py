@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PATIENCE = 60.0
+OURS = "ours.db"
 BODY = "When the kettle is set on the hob the spoon beside it should lie bent. " * 14
 
 
@@ -37,7 +38,7 @@ class Pidispatch:
     def __init__(self, folder: Path) -> None:
         import pidispatch
 
-        self.module, self.store = pidispatch, pidispatch.Store(folder / "ours.db")
+        self.module, self.store = pidispatch, pidispatch.Store(folder / OURS)
 
     def item(self, number: int) -> Any:
         job = job_of(number)

@@ -24,6 +24,8 @@ import pidispatch
 import pidispatch_demo as demo
 
 LABEL = "pi:fix"
+#: What the console script does: a module's byte code is cached, a script's never.
+INSTALLED = "import pidispatch; pidispatch.main()"
 
 
 def free_port() -> int:
@@ -117,6 +119,8 @@ def serve_environ(root: Path, forge: demo.FakeForge, port: int) -> dict[str, str
         "PI_PANEL_PORT": "0",
         "PI_JOB_IMAGE": IMAGE,
         "PI_GATE_IMAGE": IMAGE,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONPYCACHEPREFIX": str(peers.cache() / "bytecode"),
     }
 
 
@@ -135,7 +139,7 @@ def pidispatch_serve(
         return sum(pidispatch.Reader(db).status(NO_CAPS, time.time()).jobs.values())
 
     port = free_port()
-    command = [sys.executable, ROOT / "pidispatch.py", "serve"]
+    command = [sys.executable, "-c", INSTALLED, "serve"]
     settings = serve_environ(root, forge, port) | environ
     log = root / "serve.log"
     with process(log, command, settings) as running:

@@ -7356,7 +7356,8 @@ class Store(Controls):
     def due_notices(self) -> list[tuple[Job, Workspace | None, Notice, int]]:
         """Jobs that are over but not yet told to the forge, and tries so far."""
         sql = """SELECT payload, work, notice, publish_tries FROM jobs
-                 WHERE state = 'publishing' AND not_before <= ? ORDER BY seq LIMIT 20"""
+                 WHERE state = 'publishing' AND state <> 'done' AND not_before <= ?
+                 ORDER BY seq LIMIT 20"""
         return [_notice_of(row) for row in self._rows(sql, self.clock())]
 
     def notice(self, job: str) -> tuple[Job, Workspace | None, Notice, int] | None:
@@ -7454,7 +7455,8 @@ class Store(Controls):
         """Jobs a worker had in hand, their states and starts, for the reconcile."""
         sql = """SELECT payload, claim, attempt - (state <> 'claimed') AS attempt,
                  queued_at, deferrals, state, started_at FROM jobs
-                 WHERE state IN ('claimed', 'starting', 'running') ORDER BY seq"""
+                 WHERE state IN ('claimed', 'starting', 'running')
+                 AND state <> 'done' ORDER BY seq"""
         return [
             (_claimed_of(row), row["state"], row["started_at"])
             for row in self._rows(sql)
@@ -7809,7 +7811,7 @@ def _held(db: sqlite3.Connection, limits: Limits, now: float) -> str:
 def _full(db: sqlite3.Connection, limits: Limits) -> Iterator[ScopeRow]:
     """The scopes that have as many jobs at work as they may have at once."""
     sql = """SELECT count(*) FROM jobs WHERE scope GLOB ?
-             AND state IN ('claimed', 'starting', 'running')"""
+             AND state IN ('claimed', 'starting', 'running') AND state <> 'done'"""
     for row in limits.scopes:
         if row.concurrent is not None:
             at_work: int = db.execute(sql, (row.pattern,)).fetchone()[0]
@@ -8155,10 +8157,20 @@ def _set_flag(db: sqlite3.Connection, name: str, value: str | None, at: float) -
         db.execute("INSERT OR REPLACE INTO flags VALUES (?, ?, ?)", (name, value, at))
 
 
+#: A set's delivery goes with the last of its jobs.
+_DELETE_DELIVERY = """DELETE FROM deliveries WHERE id = ? AND state = 'admitted'
+    AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.set_id = deliveries.id)"""
+
+
 def _forget(db: sqlite3.Connection, before: float) -> None:
-    db.execute("DELETE FROM jobs WHERE state = 'done' AND ended_at < ?", (before,))
+    # by job: their own times have no index, and the writer must not read all of them
+    sql = """DELETE FROM jobs WHERE state = 'done' AND ended_at < ?
+             RETURNING id, set_id"""
+    gone = db.execute(sql, (before,)).fetchall()
+    windows = "DELETE FROM windows WHERE job_id = ?"
+    db.executemany(windows, [(row["id"],) for row in gone])
+    db.executemany(_DELETE_DELIVERY, [(row["set_id"],) for row in gone])
     db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
-    db.execute("DELETE FROM windows WHERE opened_at < ?", (before,))
     db.execute("DELETE FROM comments WHERE at < ?", (before,))
     db.execute("DELETE FROM limited WHERE at < ?", (before,))
     db.execute(
@@ -8168,11 +8180,6 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     # a month of 31 days may have an hour more, and its cap counts all of it
     db.execute("DELETE FROM ledger WHERE reserved_at < ?", (before - DAY,))
     db.execute("DELETE FROM label_memory WHERE seen_at < ?", (before,))
-    db.execute(
-        """DELETE FROM deliveries WHERE state = 'admitted' AND received_at < ?
-           AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.set_id = deliveries.id)""",
-        (before,),
-    )
 
 
 # =============================================================================

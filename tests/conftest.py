@@ -15,7 +15,9 @@ import msgspec
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "image")]
+sys.path[:0] = [str(ROOT), str(ROOT / "image"), str(ROOT / "tests" / "bench")]
+
+from table import Table  # noqa: E402
 
 import pidispatch  # noqa: E402
 
@@ -271,8 +273,31 @@ def docker_cleanup() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bench-pairs", type=int, default=20, help="pairs to measure")
+    parser.addoption("--bench-json", type=Path, help="file for the bench's table")
     parser.addoption("--rounds", type=int, default=5, help="kills of the torture")
     parser.addoption("--seed", help="of the torture, to repeat it")
+
+
+BENCH = pytest.StashKey[Table]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BENCH] = Table()
+
+
+@pytest.fixture(scope="session")
+def table(request: pytest.FixtureRequest) -> Table:
+    """Where a measurement puts its rows; printed when all is measured."""
+    return request.config.stash[BENCH]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    table = config.stash[BENCH]
+    if table.rows:
+        terminalreporter.section("measured in one run, in alternating rounds")
+        terminalreporter.write_line(table.text())
+    if file := config.getoption("--bench-json"):
+        table.write(file)
 
 
 @pytest.fixture

@@ -62,12 +62,56 @@ def test_the_same_delivery_again_is_a_duplicate_also_after_the_job_and_a_restart
     store.close()
 
 
-def test_looking_for_a_duplicate_reads_no_whole_table(store: Store) -> None:
+#: Those with a row for every job of a month.
+LARGE = re.compile(
+    "SCAN (deliveries|jobs|other|runs|windows|ledger|comments)"
+    "(?! USING (COVERING )?INDEX (jobs_queued|jobs_open|deliveries_pending))"
+)
+
+
+def test_what_the_service_does_all_the_time_reads_no_whole_table(
+    store: Store, maker: Maker
+) -> None:
+    """A month may have a million jobs, and the writer holds up every delivery."""
     asked: list[str] = []
-    store._read.set_trace_callback(asked.append)
+    for connection in (store._read, store._connection):
+        connection.set_trace_callback(asked.append)
+    scope = pidispatch.ScopeRow(scope="github:octo/*", concurrent=9)
+    maker.history(store)
     store.seen("github", "gh-a", "x")
-    plan = store._rows(f"EXPLAIN QUERY PLAN {asked[0]}")
-    assert [row["detail"] for row in plan if "SCAN" in row["detail"]] == []
+    job = store.claim(pidispatch.Limits((scope,)))
+    assert job
+    store.start(job, CAPS)
+    store.release(job)
+    store.requeue(job)
+    store.base_of(job.job.set)
+    store.note_ending("github:octo/spoon", 12, "merged", store.clock())
+    for look in (
+        store.due_notices,
+        store.due_siblings,
+        store.due_limited,
+        store.unfinished,
+        store.open_jobs,
+        store.sweep,
+        lambda: store.due_pending(store.clock()),
+        lambda: store.holder(job.job.id),
+        lambda: store.own_tips(job.job),
+        lambda: store.cancelled(job.job.id),
+        lambda: store.run(job.job.id),
+    ):
+        look()
+    for connection in (store._read, store._connection):
+        connection.set_trace_callback(None)
+    verbs = ("SELECT", "INSERT", "UPDATE", "DELETE", "WITH")
+    statements = {sql for sql in asked if sql.lstrip().startswith(verbs)}
+    assert len(statements) > 30
+    found = {
+        row["detail"]: sql
+        for sql in statements
+        for row in store._rows(f"EXPLAIN QUERY PLAN {sql}")
+        if LARGE.match(row["detail"])
+    }
+    assert found == {}
 
 
 def test_one_signed_body_under_a_new_id_is_a_duplicate(

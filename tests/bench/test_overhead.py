@@ -1,20 +1,14 @@
-"""What pidispatch adds to bare engine calls, and what its start costs.
-
-`pytest -m bench tests/bench -s` prints the figures. Everything is compared within one
-run, in pairs, because absolute times of a shared machine drift by half.
-"""
+"""What pidispatch adds to the bare engine calls of a job."""
 
 from __future__ import annotations
 
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import IMAGE
+from table import Table
 from world import World, bash, say, solve
 from world import world as make_world
 
@@ -74,7 +68,11 @@ def plain_box(
 
 @pytest.mark.docker
 def test_the_way_to_a_started_container_costs_little_more_than_the_engine(
-    tmp_path: Path, docker_client: Any, pairs: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    docker_client: Any,
+    pairs: int,
+    table: Table,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """202 to start against the bare objects: median of pairs, one job at a time."""
     with make_world(tmp_path, docker_client) as world:
@@ -93,14 +91,8 @@ def test_the_way_to_a_started_container_costs_little_more_than_the_engine(
         for pair in range(pairs):
             theirs.append(bare(world, f"bench-{pair}"))
             ours.append(until_started(world, 1001 + pair))
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        print(
-            f"\n202 to container start, {pairs} pairs: "
-            f"pidispatch {statistics.median(ours) * 1000:.0f} ms, "
-            f"bare {statistics.median(theirs) * 1000:.0f} ms, "
-            f"median ratio {statistics.median(ratios):.2f}"
-        )
-        assert statistics.median(ratios) < 3
+        name = "(d) 202 to the container's start / bare SDK calls"
+        table.at_most(1.15, 3, name, ours, theirs, unit="s")
 
 
 def note_starts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,33 +105,3 @@ def note_starts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         world.starts[self.job] = time.time()
 
     monkeypatch.setattr(pidispatch.DockerBox, "start", noted)
-
-
-def test_help_is_quick(
-    pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`pidispatch --help` against `import click`, in pairs."""
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-
-    def seconds(*command: str) -> float:
-        root = Path(pidispatch.__file__).parent
-        began = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=root)
-        return time.perf_counter() - began
-
-    program = "import sys; sys.argv = ['pidispatch', '--help']; import pidispatch; "
-    program += "pidispatch.main()"  # as the console script does: byte code is cached
-    for warm in (program, "import click"):
-        seconds(sys.executable, "-c", warm)
-    ratios, ours = [], []
-    for _ in range(max(pairs, 5)):
-        click = seconds(sys.executable, "-c", "import click")
-        mine = seconds(sys.executable, "-c", program)
-        ours.append(mine)
-        ratios.append(mine / click)
-    print(
-        f"\n--help {statistics.median(ours) * 1000:.0f} ms, "
-        f"{statistics.median(ratios):.2f} x import click"
-    )
-    assert statistics.median(ratios) < 4

@@ -2061,7 +2061,7 @@ def _unknown_of_rule(key: str, fields: Sequence[str], name: str) -> str:
 def _fits(value: Any, kind: Any) -> bool:
     try:
         msgspec.convert(value, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # half a surrogate pair
         return False
     return True
 
@@ -8439,47 +8439,62 @@ class Engine(Protocol):
     def disk(self) -> Path | None: ...
 
 
+class _ForkSum(msgspec.Struct, frozen=True):
+    total: _BoxCount
+    cost: float | None = None
+
+
+class _GateSum(msgspec.Struct, frozen=True):
+    """The running totals in a gate's line about a call."""
+
+    input: _BoxCount
+    output: _BoxCount
+    cacheRead: _BoxCount
+    cacheWrite: _BoxCount
+    total: _BoxCount
+    forks: dict[str, _ForkSum]
+    cost: float | None = None
+
+
 def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
     """The gate's running totals, its forks, and whether the budget was spent.
 
     Totals run within one life of the gate, so only a life's last call counts and
     a rotated log loses nothing; a gate that was started again adds its own.
     """
-    lives: list[dict[str, Any]] = [{}]
+    lives: list[_GateSum | None] = [None]
     spent = False
     for line in lines:
         event = _json_line(line)
         if event.get("event") == "listening":
-            lives.append({})
-        if event.get("event") == "call" and isinstance(event.get("sum"), dict):
-            lives[-1] = event["sum"]
+            lives.append(None)
+        if event.get("event") == "call":
+            with contextlib.suppress(msgspec.ValidationError):  # as a torn line
+                lives[-1] = msgspec.convert(event.get("sum"), _GateSum)
         spent = spent or (
             event.get("event") == "refused" and event.get("reason") == "budget"
         )
     totals = [life for life in lives if life]
     if not totals:
         return None, None, spent
-    forks: dict[str, Any] = {}
-    for life in totals:
-        forks |= {f"{len(forks)} {name}": row for name, row in life["forks"].items()}
-    return _tokens_of(totals), _forks_of(list(forks.values())), spent
+    return _tokens_of(totals), _forks_of(totals), spent
 
 
-def _tokens_of(totals: Sequence[Mapping[str, Any]]) -> Tokens:
+def _tokens_of(totals: Sequence[_GateSum]) -> Tokens:
     counts = ("input", "output", "cacheRead", "cacheWrite", "total")
-    sums = {name: sum(it[name] for it in totals) for name in counts}
+    sums = {name: sum(getattr(it, name) for it in totals) for name in counts}
     return Tokens(**sums, cost=_cost_of(totals))
 
 
-def _forks_of(rows: Sequence[Mapping[str, Any]]) -> Forks:
-    return Forks(len(rows), sum(row["total"] for row in rows), _cost_of(rows))
+def _forks_of(totals: Sequence[_GateSum]) -> Forks:
+    rows = [row for life in totals for row in life.forks.values()]
+    return Forks(len(rows), sum(row.total for row in rows), _cost_of(rows))
 
 
-def _cost_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
+def _cost_of(rows: Sequence[_GateSum | _ForkSum]) -> float | None:
     """The sum, None when any of it had no price: never too low."""
-    costs = [row.get("cost") for row in rows]
-    known = [cost for cost in costs if cost is not None]
-    return sum(known) if known and len(known) == len(costs) else None
+    known = [row.cost for row in rows if row.cost is not None]
+    return sum(known) if known and len(known) == len(rows) else None
 
 
 def result_of(lines: Sequence[str]) -> Result | None:
@@ -8495,8 +8510,10 @@ def result_of(lines: Sequence[str]) -> Result | None:
 
 
 def _json_line(line: str) -> dict[str, Any]:
+    """The object in a line, or an empty one. `json` would let pass what no record
+    can hold: NaN, and half a surrogate pair."""
     try:
-        value = json.loads(line)
+        value = msgspec.json.decode(line)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

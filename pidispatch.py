@@ -114,6 +114,9 @@ POLL_OVERLAP = 120.0
 #: What happened while nobody looked for longer than this is not made up for:
 #: as long as GitHub keeps the deliveries of a webhook.
 POLL_GAP = 3 * DAY
+#: Nothing that is tried again waits longer, in seconds: a time further ahead was noted
+#: while the clock was ahead of what it is now, and is due.
+WAIT_MAX = 900.0
 MAX_BODY_BYTES = 25 * 1024 * 1024
 MAX_NUMBER = 2**53
 
@@ -4152,7 +4155,8 @@ class GitHub(PullForge):
             return self.settings.github_pat
         key = repo if source == "app" else ""
         token, until = self._tokens.get(key, ("", 0.0))
-        if self.clock() >= until:
+        # one with more than its hour left was kept before the clock was set back
+        if not 0 < until - self.clock() <= 3600:
             token, until = self._mint(repo) if source == "app" else self._gh_token()
             self._tokens[key] = (token, until)
         return token
@@ -6188,9 +6192,15 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def when(self) -> float:
-        """The event's own time; arrival when it has none or lies in the future."""
+        """The event's own time; arrival when it has none or lies in the future.
+
+        A poll's may lie ahead: of a clock that was set back since its webhook came.
+        """
         own = self.event.when
-        return own if own is not None and own <= self.received else self.received
+        ahead = 2 * DAY if self.event.delivery.startswith(POLLED) else 0.0
+        if own is None or own > self.received + ahead:
+            return self.received
+        return own
 
 
 class Admission(NamedTuple):
@@ -7155,9 +7165,10 @@ class Store(Controls):
 
     def due_pending(self, now: float) -> list[tuple[Delivery, Match, int]]:
         sql = """SELECT pending, attempts FROM deliveries
-                 WHERE state = 'pending' AND next_at <= ? ORDER BY next_at LIMIT 50"""
+                 WHERE state = 'pending' AND (next_at <= ?1 OR next_at > ?1 + ?2)
+                 ORDER BY next_at LIMIT 50"""
         found = []
-        for row in self._rows(sql, now):
+        for row in self._rows(sql, now, WAIT_MAX):
             delivery, match = msgspec.json.decode(
                 row["pending"], type=tuple[Delivery, Match]
             )
@@ -7227,7 +7238,7 @@ class Store(Controls):
         """
         now = self.clock()
         held = self._ask(lambda db: _held(db, limits, now))
-        if not self._rows(_READY, now, held):
+        if not self._rows(_READY, now, held, WAIT_MAX):
             return None
         return self._write(lambda db: _claim(db, _held(db, limits, now), now, only))
 
@@ -7302,7 +7313,7 @@ class Store(Controls):
 
     def running(self, claimed: Claimed) -> None:
         sql = """UPDATE jobs SET state = 'running' WHERE id = ? AND claim = ?
-                 AND state = 'starting'"""
+                 AND state IN ('starting', 'running')"""
         self._fenced(sql, (claimed.job.id, claimed.claim))
 
     def retry(
@@ -7356,9 +7367,10 @@ class Store(Controls):
     def due_notices(self) -> list[tuple[Job, Workspace | None, Notice, int]]:
         """Jobs that are over but not yet told to the forge, and tries so far."""
         sql = """SELECT payload, work, notice, publish_tries FROM jobs
-                 WHERE state = 'publishing' AND state <> 'done' AND not_before <= ?
-                 ORDER BY seq LIMIT 20"""
-        return [_notice_of(row) for row in self._rows(sql, self.clock())]
+                 WHERE state = 'publishing' AND state <> 'done'
+                 AND (not_before <= ?1 OR not_before > ?1 + ?2) ORDER BY seq LIMIT 20"""
+        rows = self._rows(sql, self.clock(), WAIT_MAX)
+        return [_notice_of(row) for row in rows]
 
     def notice(self, job: str) -> tuple[Job, Workspace | None, Notice, int] | None:
         sql = """SELECT payload, work, notice, publish_tries FROM jobs
@@ -7395,10 +7407,11 @@ class Store(Controls):
     def due_limited(self) -> list[tuple[Job, int]]:
         """Dropped deliveries to comment on, each as its first job, and tries so far."""
         sql = """SELECT payload, tries FROM limited WHERE payload IS NOT NULL
-                 AND not_before <= ? ORDER BY at LIMIT 20"""
+                 AND (not_before <= ?1 OR not_before > ?1 + ?2)
+                 ORDER BY at LIMIT 20"""
         return [
             (msgspec.json.decode(row["payload"], type=Job), row["tries"])
-            for row in self._rows(sql, self.clock())
+            for row in self._rows(sql, self.clock(), WAIT_MAX)
         ]
 
     def postpone_limited(self, set_id: str, until: float) -> None:
@@ -7424,7 +7437,8 @@ class Store(Controls):
         sql = """SELECT sibling_notices.*, jobs.payload, runs.request
                  FROM sibling_notices JOIN jobs ON jobs.id = job_id
                  JOIN runs USING (job_id)
-                 WHERE sibling_notices.not_before <= ? LIMIT 20"""
+                 WHERE sibling_notices.not_before <= ?1
+                 OR sibling_notices.not_before > ?1 + ?2 LIMIT 20"""
         return [
             SiblingNotice(
                 msgspec.json.decode(row["payload"], type=Job),
@@ -7433,7 +7447,7 @@ class Store(Controls):
                 row["at"],
                 row["tries"],
             )
-            for row in self._rows(sql, self.clock())
+            for row in self._rows(sql, self.clock(), WAIT_MAX)
         ]
 
     def postpone_sibling(self, notice: SiblingNotice, until: float) -> None:
@@ -7714,9 +7728,11 @@ def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
 
 
 def _recent(db: sqlite3.Connection, job: Job, now: float) -> int:
+    # not those of a clock that was ahead: they would count until it is there again
     sql = """SELECT count(*) FROM deliveries WHERE target = ? AND kind = ?
-             AND received_at > ? AND state = 'admitted'"""
-    n: int = db.execute(sql, (job.title, job.kind, now - 3600)).fetchone()[0]
+             AND received_at BETWEEN ? AND ? AND state = 'admitted'"""
+    values = (job.title, job.kind, now - 3600, now + 3600)
+    n: int = db.execute(sql, values).fetchone()[0]
     return n
 
 
@@ -7724,7 +7740,7 @@ def _put_limited(db: sqlite3.Connection, job: Job, now: float) -> None:
     """Say on the target that it is limited, unless that was said within the hour."""
     sql = """INSERT OR IGNORE INTO limited (set_id, kind, target, at, payload)
              SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (SELECT 1 FROM limited
-             WHERE target = ?3 AND kind = ?2 AND at > ?4 - 3600)"""
+             WHERE target = ?3 AND kind = ?2 AND at BETWEEN ?4 - 3600 AND ?4 + 3600)"""
     payload = msgspec.json.encode(job.without_text()).decode()
     db.execute(sql, (job.set, job.kind, job.title, now, payload))
 
@@ -7795,8 +7811,8 @@ def _remember(db: sqlite3.Connection, delivery: Delivery) -> None:
 
 #: A cancelled job is taken at once, to be recorded, though nothing else starts.
 _READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND (cancel IS NOT NULL OR (
-            not_before <= ?
-            AND NOT EXISTS (SELECT 1 FROM json_each(?) AS held
+            (not_before <= ?1 OR not_before > ?1 + ?3)
+            AND NOT EXISTS (SELECT 1 FROM json_each(?2) AS held
                             WHERE jobs.scope GLOB held.value)
             AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused'))) LIMIT 1"""
 
@@ -7853,7 +7869,7 @@ def _claim(
              WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
                  AND (?4 IS NULL OR id = ?4) AND (
                  cancel IS NOT NULL OR (
-                     not_before <= ?2
+                     (not_before <= ?2 OR not_before > ?2 + ?5)
                      AND NOT EXISTS (SELECT 1 FROM json_each(?3) AS held
                                      WHERE jobs.scope GLOB held.value)
                      AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
@@ -7861,7 +7877,8 @@ def _claim(
                          SELECT 1 FROM jobs AS other WHERE {_HOLDS_FOLDER}))))
                  ORDER BY seq LIMIT 1)
              RETURNING payload, claim, attempt, queued_at, deferrals"""
-    rows = db.execute(sql, (random_hex(8), now, held, only)).fetchall()
+    values = (random_hex(8), now, held, only, WAIT_MAX)
+    rows = db.execute(sql, values).fetchall()
     return _claimed_of(rows[0]) if rows else None
 
 
@@ -8399,6 +8416,8 @@ class Box(Protocol):
 
     def start(self, inputs: Mapping[str, bytes | Path]) -> None: ...
 
+    def started(self) -> bool: ...
+
     def wait(self, seconds: int) -> bool: ...
 
     def tend(self) -> bool: ...
@@ -8430,7 +8449,7 @@ class Engine(Protocol):
 
     def adopt(self, job: str) -> Box | None: ...
 
-    def sweep(self, keep: frozenset[str]) -> int: ...
+    def sweep(self, keep: frozenset[str], before: float) -> int: ...
 
     def tail(self, job: str, lines: int) -> list[str]: ...
 
@@ -8698,10 +8717,11 @@ class DockerEngine:
     def adopt(self, job: str) -> Box | None:
         """The box of a job that an earlier process started, if it still exists."""
         found = self._list({"job": job, "role": "job"})
-        if not found or found[0]["State"] == "created":
-            return None  # made and never started: nothing ran
+        if not found:
+            return None
         attempt = int(found[0]["Labels"].get(LABEL + "attempt", "1"))
-        return DockerBox(self, job, attempt)
+        box = DockerBox(self, job, attempt)
+        return box if box.started() else None
 
     def _list(self, labels: Mapping[str, str]) -> list[dict[str, Any]]:
         wanted = {"instance": self.instance, **labels}
@@ -8709,19 +8729,20 @@ class DockerEngine:
         found: list[dict[str, Any]] = self.api.containers(all=True, filters=filters)
         return found
 
-    def sweep(self, keep: frozenset[str]) -> int:
-        """Remove this instance's objects whose job is not in `keep`."""
+    def sweep(self, keep: frozenset[str], before: float = float("inf")) -> int:
+        """Remove this instance's objects of jobs that are not in `keep`, if one of a
+        job's was made before that time, seconds; returns how many jobs."""
         filters = {"label": f"{LABEL}instance={self.instance}"}
-        jobs: set[str] = set()
-        for row in (
-            *self.api.containers(all=True, filters=filters),
-            *self.api.networks(filters=filters),
-            *(self.api.volumes(filters=filters)["Volumes"] or ()),
-        ):
-            jobs.add((row.get("Labels") or {}).get(LABEL + "job", ""))
-        stale = jobs - keep
-        for job in stale:
-            self.remove_job(job)
+        with engine_answers():
+            rows = (
+                *self.api.containers(all=True, filters=filters),
+                *self.api.networks(filters=filters),
+                *(self.api.volumes(filters=filters)["Volumes"] or ()),
+            )
+            old = (row for row in rows if _made_at(row) < before)
+            stale = {(r.get("Labels") or {}).get(LABEL + "job", "") for r in old} - keep
+            for job in stale:
+                self.remove_job(job)
         return len(stale)
 
     def stale(self, keep: frozenset[str], before: float) -> list[str]:
@@ -8911,6 +8932,16 @@ def _addresses(network: IPv4Network) -> int:
     return network.num_addresses
 
 
+def _made_at(row: Mapping[str, Any]) -> float:
+    """When a listed container, network or volume was made, seconds."""
+    from datetime import datetime
+
+    made = row.get("Created") or row.get("CreatedAt") or 0
+    if isinstance(made, str):
+        return datetime.fromisoformat(made).timestamp()
+    return float(made)
+
+
 def _ipam(subnet: IPv4Network) -> Any:
     from docker.types import IPAMConfig, IPAMPool
 
@@ -9082,6 +9113,22 @@ class DockerBox:
         if self._gate_error:
             raise InfraError(f"the gate did not start: {self._gate_error}")
         api.start(self.name)
+
+    def started(self) -> bool:
+        """Whether the job container ever ran. One that did not is removed, so that it
+        never will: a start whose answer was lost may still be under way.
+
+        Not by force: the engine refuses that for a container that runs after all.
+        """
+        import docker
+
+        with engine_answers():
+            state = self._state()
+            if state is None or not state["StartedAt"].startswith(_NEVER):
+                return state is not None
+            with contextlib.suppress(docker.errors.NotFound):
+                self.engine.api.remove_container(self.name, v=True)
+        return False
 
     def _create_job(self) -> None:
         """Raises `Refused` when the engine does not see the job's folder."""
@@ -9284,6 +9331,8 @@ class DockerBox:
         self.engine.remove_job(self.job)
 
 
+#: How the engine writes the start of a container that had none.
+_NEVER = "0001-"
 #: Reason, message and fix when a folder cannot be bound into a box.
 NOT_THIS_ENGINE = (
     "local-needs-local-engine",
@@ -10842,7 +10891,11 @@ DEFER_MAX_SECONDS = 600
 DISK_FLOOR, DISK_STOP = 1 * 2**30, 256 * 2**20
 #: Each beat is a durable write, so it is rare.
 HEARTBEAT_SECONDS = 15.0
+#: How often it is said that an engine or a disk is still away, in seconds.
+TOLD_EVERY = 60
 SWEEP_SECONDS = 3_600.0
+#: A container this old belongs to no check and to no record that is being written.
+STALE_SECONDS = 900
 #: Deferrals that together wait for a day: 15 minutes in the first four, then ten
 #: minutes each. Counted, because a job may have waited for days by a pause alone.
 DEFERRALS_MAX = 5 + int((DAY - 900) // DEFER_MAX_SECONDS)
@@ -10898,7 +10951,8 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
 class Attempt(msgspec.Struct):
     """What one attempt learns on its way up the ladder; filled gate by gate.
 
-    `left` is what the day's tokens had left when they were looked at.
+    `left` is what the day's tokens had left when they were looked at. `began` is the
+    start by the clock that nobody sets, which the deadline goes by.
     """
 
     claimed: Claimed
@@ -10916,6 +10970,7 @@ class Attempt(msgspec.Struct):
     lineage: Lineage | None = None
     transcript: bytes = b""
     started_at: float | None = None
+    began: float = 0.0
     left: int | None = None
     #: With publish=agent: the forge's hosts, what its CLI and git read, and who
     #: has to know which of it is secret.
@@ -11378,13 +11433,16 @@ class Dispatcher:
         forges: Mapping[str, Forge],
         *,
         clock: Clock = time.time,
+        steady: Clock = time.monotonic,
         new_token: Callable[[], str] = lambda: random_hex(32),
         limits: Callable[[], Limits] = lambda: NO_LIMITS,
         free: Callable[[Path], int] = free_bytes,
     ) -> None:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
-        self.limits, self.free = limits, free
+        self.steady, self.limits, self.free = steady, limits, free
+        #: Jobs from their claim, or adoption, to the end of their attempt.
+        self.in_hand: set[str] = set()
         self._attended: dict[str, float] = {}
         self.mirrors = Mirrors(settings.state_dir / "mirrors")
         #: How often a job is put back for trouble that may pass.
@@ -11708,7 +11766,7 @@ class Dispatcher:
         over = self.store.start(attempt.claimed, caps, attempt.max_tokens)
         if over:
             raise _over_cap(over, caps.zone)
-        attempt.started_at = self.clock()
+        attempt.started_at, attempt.began = self.clock(), self.steady()
 
     # -- one job -------------------------------------------------------------
 
@@ -11733,6 +11791,7 @@ class Dispatcher:
             )
             self._give_up(attempt, "internal-error")
         finally:
+            self.in_hand.discard(claimed.job.id)
             if attempt.prepared:  # the box has its copy
                 attempt.prepared.pack.unlink(missing_ok=True)
 
@@ -11769,6 +11828,7 @@ class Dispatcher:
         with contextlib.suppress(Refused):  # for the record; the run is under way
             settings = with_overlay(settings)
         attempt = Attempt(claimed, settings, "", box=box, started_at=started_at)
+        attempt.began = self.steady() - max(0.0, self.clock() - started_at)
         _event("job-adopted", claimed.job)
         with live_secrets() as attempt.name_secret:
             self._adopt(attempt)
@@ -11785,6 +11845,8 @@ class Dispatcher:
                 "job-failed-inside", logging.ERROR, job=claimed.job.id, error=error
             )
             self._give_up(attempt, "internal-error")
+        finally:
+            self.in_hand.discard(claimed.job.id)
 
     def _recall(self, attempt: Attempt) -> None:
         """What an earlier process knew of an adopted run: its lineage, who pushes,
@@ -11815,8 +11877,11 @@ class Dispatcher:
             self._hand_back(attempt)
             raise
         except Exception as error:
-            self._hand_back(attempt)
-            raise InfraError(f"the container did not start: {error}") from error
+            if not self._patiently(attempt.box.started):
+                self._hand_back(attempt)
+                raise InfraError(f"the container did not start: {error}") from error
+            word, level = "job-start-unanswered", logging.WARNING
+            _event(word, attempt.job, level=level, error=error)
         self._patiently(lambda: self.store.running(attempt.claimed))
         _event("job-started", attempt.job)
 
@@ -11843,13 +11908,19 @@ class Dispatcher:
 
         Raises `Leaving` when we stop before it answers: the next start asks.
         """
-        while True:
+        for tries in itertools.count():
             try:
-                return ask()
+                answer = ask()
             except (InfraError, OSError) as error:
-                log_event("waiting-for-machine", logging.WARNING, error=error)
+                if tries % TOLD_EVERY == 0:
+                    log_event("waiting-for-machine", logging.WARNING, error=error)
                 if self.leaving.wait(1.0):
                     raise Leaving from error
+            else:
+                if tries:
+                    log_event("machine-is-back", tries=tries)
+                return answer
+        raise AssertionError("unreachable")
 
     def _stop_reason(self, attempt: Attempt) -> str | None:
         assert attempt.started_at is not None
@@ -11859,7 +11930,7 @@ class Dispatcher:
             raise Leaving
         if self.store.cancelled(attempt.job.id):
             return "operator-cancel"
-        if self.clock() >= attempt.started_at + JOB_SECONDS + STOP_GRACE_SECONDS:
+        if self.steady() - attempt.began >= JOB_SECONDS + STOP_GRACE_SECONDS:
             return "timeout"
         # a copy: other workers' jobs come and go; of one moment's, the last by name
         ages = [(at, job) for job, at in list(self._attended.items())]
@@ -12147,24 +12218,36 @@ class Dispatcher:
             return False
         return True
 
-    # -- the start -----------------------------------------------------------
+    # -- the start, and every hour -------------------------------------------
 
-    def reconcile(self) -> list[tuple[Claimed, Box, float]]:
-        """Rows against containers, both ways; returns what is to be adopted."""
+    def reconcile(
+        self, before: float = float("inf")
+    ) -> list[tuple[Claimed, Box, float]]:
+        """Rows against containers, both ways; returns what is to be adopted.
+
+        Jobs in hand are left alone; nothing may be claimed meanwhile. Objects of no
+        open job go when they were made before that time: a check's own are younger.
+        """
+        hands = frozenset(self.in_hand)  # before the rows, for those that end just now
         adopted: list[tuple[Claimed, Box, float]] = []
         for claimed, state, started_at in self.store.unfinished():
+            if claimed.job.id in hands:
+                continue
             box = self.engine.adopt(claimed.job.id) if state != "claimed" else None
             if box is not None and started_at is not None:
+                self.store.running(claimed)
                 adopted.append((claimed, box, started_at))
             elif state == "running":
                 lost = Attempt(claimed, self.settings, "", started_at=started_at)
                 self._give_up(lost, "lost")
             else:
                 self.store.requeue(claimed)
+                _event("job-requeued", claimed.job)
         keep = frozenset(claimed.job.id for claimed, _, _ in adopted)
-        swept = self.engine.sweep(keep)
+        swept = self.engine.sweep(keep | hands, before)
         if adopted or swept:
             log_event("reconciled", adopted=len(adopted), swept=swept)
+        self.in_hand |= keep
         return adopted
 
 
@@ -12505,28 +12588,32 @@ def _event(
 
 
 class Workers:
-    """The pool: PI_CONCURRENCY threads that claim and run, and one janitor."""
+    """The pool: PI_CONCURRENCY threads that claim and run, one janitor, and one that
+    holds the engine to the rows."""
 
     def __init__(self, dispatcher: Dispatcher, store: Store, concurrency: int) -> None:
         self.dispatcher, self.store = dispatcher, store
         self._adopted: list[tuple[Claimed, Box, float]] = []
+        self._claiming = threading.Lock()
+        self._reconciled = threading.Event()
         self._stopping = threading.Event()
         self._was_full = False
         self._threads = [
             threading.Thread(target=self._work, name=f"worker-{i}", daemon=True)
             for i in range(1, concurrency + 1)
         ]
-        self._threads.append(
-            threading.Thread(target=self._tidy, name="janitor", daemon=True)
-        )
+        self._threads += [
+            threading.Thread(target=self._tidy, name="janitor", daemon=True),
+            threading.Thread(target=self._mind_engine, name="engine", daemon=True),
+        ]
 
     def start(self) -> None:
-        """Take this file for ourselves, reconcile, then claim.
+        """Take this file for ourselves; nothing is claimed before the reconcile.
 
-        Raises `ConfigError` when another worker has the file.
+        An engine that is away is waited for: deliveries are taken meanwhile. Raises
+        `ConfigError` when another worker has the file.
         """
         self._lock = worker_lock(self.store.path)
-        self._adopted = self.dispatcher.reconcile()
         for thread in self._threads:
             thread.start()
 
@@ -12536,12 +12623,14 @@ class Workers:
             self.dispatcher.stop_jobs.set()
         self.dispatcher.leaving.set()
         self._stopping.set()
+        self._reconciled.set()
         self.store.work.set()
         for thread in self._threads:
             thread.join(timeout=60)
         self._lock.close()
 
     def _work(self) -> None:
+        self._reconciled.wait()
         while not self._stopping.is_set():
             try:
                 if not self._one():
@@ -12559,9 +12648,11 @@ class Workers:
             return True
         if self._full():
             return False
-        claimed = self.store.claim(self.dispatcher.limits())
-        if claimed is None:
-            return False
+        with self._claiming:
+            claimed = self.store.claim(self.dispatcher.limits())
+            if claimed is None:
+                return False
+            self.dispatcher.in_hand.add(claimed.job.id)
         self.dispatcher.run(claimed)
         return True
 
@@ -12575,12 +12666,35 @@ class Workers:
             log_event("disk-low" if full else "disk-has-room", level, free=free)
         return full
 
-    def _tidy(self) -> None:
-        """Look at the engine; publish what is due, show that we live, sweep hourly."""
+    def _mind_engine(self) -> None:
+        """Reconcile before anything is claimed, look at the engine, then each hour."""
+        tries = 0
+        while not self._reconcile(quiet=tries % TOLD_EVERY > 0):
+            tries += 1
+            if self._stopping.wait(1.0):
+                return
+        self._reconciled.set()
         try:
             self.dispatcher.prove_isolation(self.dispatcher.settings)
         except PidispatchError as error:  # each job will look again and be refused
             log_event("isolation-not-proved", logging.ERROR, error=error)
+        while not self._stopping.wait(SWEEP_SECONDS):
+            self._reconcile(time.time() - STALE_SECONDS)
+
+    def _reconcile(self, before: float = float("inf"), quiet: bool = False) -> bool:
+        """Whether rows and engine agree now."""
+        try:
+            with self._claiming:
+                self._adopted += self.dispatcher.reconcile(before)
+        except Exception as error:  # the loop's edge: it is tried again
+            if not quiet:
+                log_event("not-reconciled", logging.ERROR, error=error)
+            return False
+        self.store.work.set()
+        return True
+
+    def _tidy(self) -> None:
+        """Publish what is due, show that we live, sweep hourly."""
         beaten = swept = -SWEEP_SECONDS
         while not self._stopping.wait(1.0):
             now = time.monotonic()
@@ -13101,6 +13215,7 @@ class Inbox:
 
     TICK = 0.5
     AT_ONCE = 4
+    TRIES_MIN = 10
     BACKOFF_LIMIT = 300.0
 
     def __init__(self, intake: Intake) -> None:
@@ -13230,7 +13345,8 @@ class Inbox:
             "authority-unknown", logging.WARNING, delivery=delivery.id, error=error
         )
         try:
-            if now - delivery.received >= DAY:
+            # a day of sleep alone is no day of trying
+            if now - delivery.received >= DAY and attempts >= self.TRIES_MIN:
                 self.store.settle(delivery.id, "authority-unknown")
             else:
                 delay = min(2.0 ** min(attempts, 16), self.BACKOFF_LIMIT)
@@ -13259,7 +13375,7 @@ class Poller:
         self.intake = intake
         self.store, self.clock = intake.store, intake.clock
         self.repos, self.interval = repos, interval
-        self._due: dict[Polled, float] = {}
+        self._asked: dict[Polled, tuple[float, float]] = {}
         self._names: dict[Polled, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
@@ -13285,9 +13401,12 @@ class Poller:
     def turn(self) -> None:
         """Look at every repository that is due."""
         for polled in self.repos:
-            if self.clock() >= self._due.get(polled, 0.0) and not self._stop.is_set():
+            asked, wait = self._asked.get(polled, (0.0, 0.0))
+            # before it was asked: the clock was set back
+            waits = 0 <= self.clock() - asked < wait
+            if not waits and not self._stop.is_set():
                 wait, trouble = self._look(polled)
-                self._due[polled] = self.clock() + max(self.interval, wait)
+                self._asked[polled] = (self.clock(), max(self.interval, wait))
                 self.store.set_flag(f"poll:{polled.repo}", trouble)
 
     def _look(self, polled: Polled) -> tuple[float, str]:
@@ -13957,6 +14076,7 @@ class Worker:
         *,
         engine: Engine | None = None,
         clock: Clock = time.time,
+        steady: Clock = time.monotonic,
     ) -> None:
         self.settings = settings
         self.forges = forges_of(settings, clock=clock)
@@ -13974,6 +14094,7 @@ class Worker:
             self.engine,
             self.forges,
             clock=clock,
+            steady=steady,
             limits=lambda: self.limits.value,
         )
         self.workers = Workers(dispatcher, self.store, settings.concurrency)
@@ -15183,10 +15304,6 @@ def _stale(settings: Settings, now: float) -> Iterator[tuple[DockerEngine, str]]
         yield from ((engine, job) for job in engine.stale(keep, before))
 
 
-#: A container this old belongs to no check and to no record that is being written.
-STALE_SECONDS = 900
-
-
 def _check_stale(settings: Settings, now: float, checks: list[Check]) -> None:
     jobs = [job for _, job in _stale(settings, now)]
     if jobs:
@@ -16008,8 +16125,9 @@ class Service(Worker):
         *,
         engine: Engine | None = None,
         clock: Clock = time.time,
+        steady: Clock = time.monotonic,
     ) -> None:
-        super().__init__(settings, triggers, engine=engine, clock=clock)
+        super().__init__(settings, triggers, engine=engine, clock=clock, steady=steady)
         self.intake = Intake(
             forges=self.forges,
             triggers=self.triggers,

@@ -13803,7 +13803,8 @@ class _Conversation(AsyncioProtocol):
             self.transport.close()
         except Exception as error:
             self.deadline = float("inf")
-            log_event(f"{self.server.name}-failed", logging.ERROR, error=error)
+            if not isinstance(error, OSError):  # the client is gone
+                log_event(f"{self.server.name}-failed", logging.ERROR, error=error)
             self.transport.abort()
 
     def look(self, now: float) -> None:

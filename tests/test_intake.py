@@ -10,6 +10,7 @@ import json
 import logging
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -779,6 +780,21 @@ def test_a_client_that_does_not_read_is_let_go(world: World) -> None:
                 deaf.send(b"GET /healthz HTTP/1.1\r\n\r\n" * 1_000)
         assert until(lambda: not edge.open)
         assert ask(edge, post())[0] == 200
+
+
+def test_a_client_that_resets_at_any_point_is_no_fault_of_ours(
+    edge: Edge, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pidispatch"), "propagate", True)
+    reset = struct.pack("ii", 1, 0)
+    for data in (b"", b"POST /git", b"BREW\r\n", post()[:-1], post(), post() * 9):
+        for _ in range(20):
+            with Raw(edge) as raw:
+                raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                raw.send(data)
+    assert until(lambda: not edge.open)
+    assert ask(edge, post())[0] == 200
+    assert not caplog.records
 
 
 def test_few_large_bodies_are_held_at_once(world: World) -> None:

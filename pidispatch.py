@@ -13492,6 +13492,7 @@ class EdgeLimits(msgspec.Struct, frozen=True):
     """Bounds of a server; seconds are totals by the wall clock."""
 
     connections: int = 512
+    threads: int = 16
     backlog: int = 256
     line: int = 8_192
     head: int = 32_768
@@ -13574,7 +13575,7 @@ class HttpServer:
         self.waiting: dict[_Conversation, None] = {}
         #: How many hold a large body.
         self.larges = 0
-        self.pool = ThreadPoolExecutor(8, self.name)
+        self.pool = ThreadPoolExecutor(self.limits.threads, self.name)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server(
             (host, port), family=family, backlog=self.limits.backlog
@@ -15875,7 +15876,8 @@ class Panel(HttpServer):
             )
         self._guessing = threading.Lock()
         self._compared: dict[str, tuple[object, Comparison]] = {}
-        super().__init__(settings.panel_bind, settings.panel_port)
+        bounds = EdgeLimits(connections=64)
+        super().__init__(settings.panel_bind, settings.panel_port, bounds)
 
     # --- who may
 

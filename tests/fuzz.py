@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring, encode_basestring_ascii
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ from pidispatch import (
 )
 
 #: Of mutated cases, unless told otherwise.
-MOST = 256 * 1024
+MOST = 64 * 1024
 
 
 class Case(NamedTuple):
@@ -321,7 +322,8 @@ def _read_transcript(body: bytes) -> None:
     with contextlib.suppress(pidispatch.Unreadable):
         cleaned = pidispatch.clean_transcript(body, stamp)
         again = pidispatch.clean_transcript(cleaned, stamp)
-        assert again == cleaned, "cleaning is done once and for all"
+        once, twice = (list(map(json.loads, it.splitlines())) for it in (cleaned, again))
+        assert once == twice, "cleaning is done once and for all"
 
 
 def _read_text(body: bytes) -> None:
@@ -486,7 +488,7 @@ def _real(folder: Path) -> Iterator[Case]:
         body = (folder / row["file"]).read_bytes()
         event, type_ = str(row.get("event", "")), str(row.get("event_type") or "")
         for door in SERVED:
-            if door.kind == row["forge"]:
+            if door.kind == row["forge"] and len(body) < MOST // 4:
                 given = (("event", event), ("type", type_), ("guid", row["file"]))
                 yield Case(("delivery", door.name), given, body)
 
@@ -643,18 +645,17 @@ class Mutator:
         self.keys, self.values = self._pools(seeds)
 
     @staticmethod
-    def _pools(seeds: Sequence[Case]) -> tuple[list[str], list[Any]]:
+    def _pools(seeds: Sequence[Case]) -> tuple[list[str], list[Raw]]:
         """The keys and the values that occur: each may turn up elsewhere."""
         keys: dict[str, None] = {}
-        values: dict[str, Any] = {}
-        for case in seeds:
+        values: dict[Raw, None] = {}
+        for text in (text for case in seeds for text in (case.body, *case.body.split(b"\n"))):
             with contextlib.suppress(ValueError):
-                for holder, at in slots(parsed(case.body)):
+                for holder, at in slots(parsed(text)):
                     if isinstance(holder, Pairs):
                         keys[holder[at][0]] = None
-                    value = value_at(holder, at)
-                    values.setdefault(repr(value)[:99], value)
-        return list(keys), list(values.values())
+                    values[Raw(written(value_at(holder, at), True))] = None
+        return list(keys), list(values)
 
     def any(self, rng: random.Random) -> Case:
         """Each target as often as the next, however many seeds it has."""
@@ -662,7 +663,7 @@ class Mutator:
         return rng.choice([case for case in self.seeds if case.words[0] == word])
 
     def __call__(self, case: Case, rng: random.Random, most: int = MOST) -> Case:
-        for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5, 8))):
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
             case = self._once(case, rng)
         return case._replace(body=case.body[:most])
 
@@ -694,8 +695,7 @@ class Mutator:
 
     def _json(self, body: bytes, rng: random.Random) -> bytes:
         root = [parsed(body)]
-        places = list(slots(root))
-        self._structure(*rng.choice(places), rng)
+        self._structure(*rng.choice(list(slots(root))), rng)
         made = written(root[0] if root else Raw(b""), rng.random() < 0.3)
         if rng.random() < 0.03:
             return made.decode("utf-8", "replace").encode(
@@ -824,7 +824,7 @@ HEADERS = tuple(
 
 
 def _lone(text: str) -> bool:
-    return any("\ud800" <= c <= "\udfff" for c in text)
+    return re.search("[\ud800-\udfff]", text) is not None
 
 
 def parsed(body: bytes) -> Any:
@@ -858,7 +858,10 @@ def written(value: Any, escaped: bool) -> bytes:
         return b"{" + b",".join(pairs) + b"}"
     if isinstance(value, list):
         return b"[" + b",".join(written(it, escaped) for it in value) + b"]"
-    return json.dumps(value, ensure_ascii=escaped).encode("utf-8", "surrogatepass")
+    if isinstance(value, str):
+        quote = encode_basestring_ascii if escaped else encode_basestring
+        return quote(value).encode("utf-8", "surrogatepass")
+    return json.dumps(value).encode()
 
 
 # -- running ----------------------------------------------------------------------

@@ -3319,7 +3319,11 @@ def _check_utf8(body: bytes) -> None:
     at = 0
     while at < len(body):
         end = at + _PIECE
-        while at + _PIECE - end < 3 and body[end : end + 1] >= b"\x80" and body[end] < 0xC0:
+        while (
+            at + _PIECE - end < 3
+            and body[end : end + 1] >= b"\x80"
+            and body[end] < 0xC0
+        ):
             end -= 1
         body[at:end].decode()
         at = end

@@ -38,6 +38,10 @@ bench pairs="20":
 torture rounds="200":
     pytest -s tests/test_torture.py --rounds={{ rounds }}
 
+# Fuzz all that reads what others send; led by coverage with `pip install atheris`.
+fuzz minutes="60" *arguments:
+    python tests/fuzz_long.py --minutes {{ minutes }} {{ arguments }}
+
 # Write anew what the documents take from the code, and the golden prompts.
 docs:
     UPDATE_GOLDEN=1 pytest -q tests/test_docs.py tests/test_prompts.py

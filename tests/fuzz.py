@@ -3,20 +3,18 @@
 A case is a text like an HTTP request: a line of words, of which the first names the
 target, header lines, an empty line and the body. `TARGETS` says what may come of one;
 anything else that is raised, or more than a second of CPU a MiB, is a finding.
-test_fuzz.py runs a few thousand cases and every former finding;
-`just fuzz` goes on for an hour, led by coverage where atheris is installed.
+test_fuzz.py runs a few thousand cases and every former finding; `just fuzz` is
+fuzz_long.py, which goes on for an hour.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import hashlib
 import io
 import json
 import logging
-import os
 import random
 import re
 import socket
@@ -26,27 +24,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring, encode_basestring_ascii
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "image")]
-
-with contextlib.ExitStack() as _instrumented:
-    if __name__ == "__main__":
-        try:
-            import atheris
-        except ImportError:
-            atheris = None
-        else:
-            found = atheris.instrument_imports(include=["pidispatch", "markdown_it"])
-            _instrumented.enter_context(found)
-            import markdown_it  # noqa: F401
-    import pidispatch
-
-import pidispatch_demo as demo
+import msgspec
 from edge import BOT, JSON_TYPE, SERVED, STAGES, Door, rules_of, stage
+
+import pidispatch
+import pidispatch_demo as demo
 from pidispatch import (
     FORM_TYPE,
     Asked,
@@ -64,7 +50,9 @@ from pidispatch import (
 )
 
 #: Of mutated cases, unless told otherwise.
-MOST = 256 * 1024
+MOST = 64 * 1024
+#: Seconds that any case may take, on a busy machine and with coverage counted.
+SLACK = 2.0
 
 
 class Case(NamedTuple):
@@ -321,7 +309,10 @@ def _read_transcript(body: bytes) -> None:
     with contextlib.suppress(pidispatch.Unreadable):
         cleaned = pidispatch.clean_transcript(body, stamp)
         again = pidispatch.clean_transcript(cleaned, stamp)
-        assert again == cleaned, "cleaning is done once and for all"
+        once, twice = (
+            list(map(json.loads, it.splitlines())) for it in (cleaned, again)
+        )
+        assert once == twice, "cleaning is done once and for all"
 
 
 def _read_text(body: bytes) -> None:
@@ -342,8 +333,6 @@ def _read_meter(body: bytes) -> None:
 
 def msgspec_holds(value: object) -> bool:
     """Whether a record with this in it can be read back from the store."""
-    import msgspec
-
     text = msgspec.json.encode(value)
     return value is None or msgspec.json.decode(text, type=type(value)) == value
 
@@ -486,7 +475,7 @@ def _real(folder: Path) -> Iterator[Case]:
         body = (folder / row["file"]).read_bytes()
         event, type_ = str(row.get("event", "")), str(row.get("event_type") or "")
         for door in SERVED:
-            if door.kind == row["forge"]:
+            if door.kind == row["forge"] and len(body) < MOST // 4:
                 given = (("event", event), ("type", type_), ("guid", row["file"]))
                 yield Case(("delivery", door.name), given, body)
 
@@ -574,7 +563,9 @@ def _box() -> Iterator[Case]:
     third |= {"timestamp": "x", "firstKeptEntryId": "m2", "tokensBefore": 3}
     yield box("transcript", session, first | {"message": said}, second, third)
     note = "Hi\n\n> @pi no\n\n- item `@pi` <code>@pi</code>\n\n| a |\n|---|\n| @pi go |"
-    yield box("markdown", note, "```", "@pi", "```", "[@pi](x) \\@pi &#64;pi **@pi** ok")
+    yield box(
+        "markdown", note, "```", "@pi", "```", "[@pi](x) \\@pi &#64;pi **@pi** ok"
+    )
     yield box("html", "<div>@pi <b>go</b><blockquote>@pi</blockquote>&#64;pi<!-- x -->")
 
 
@@ -629,7 +620,12 @@ LINES = (
     *(b": empty", b"X: \0", b"X: \xff", b"X:y", b"X\xff: y", b"A" * 9_000, b"", b"\r"),
     *(b"Host: a", b"Content-Type: " + FORM_TYPE.encode(), b"Content-Type: text/html"),
     *(b"Cookie: " + b"a=b; " * 900, b"Cookie: =;=;;", b"Origin: null", b"Host: [::1"),
-    *(b"PRI * HTTP/2.0", b"GET /healthz HTTP/1.0", b"GET /healthz", b"OPTIONS * HTTP/1.1"),
+    *(
+        b"PRI * HTTP/2.0",
+        b"GET /healthz HTTP/1.0",
+        b"GET /healthz",
+        b"OPTIONS * HTTP/1.1",
+    ),
     *(b"GET http://a/healthz HTTP/1.1", b"HEAD /healthz HTTP/1.1", b"0\r\n\r\n"),
 )
 ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "utf-8-sig", "latin-1", "utf-7")
@@ -643,18 +639,19 @@ class Mutator:
         self.keys, self.values = self._pools(seeds)
 
     @staticmethod
-    def _pools(seeds: Sequence[Case]) -> tuple[list[str], list[Any]]:
+    def _pools(seeds: Sequence[Case]) -> tuple[list[str], list[Raw]]:
         """The keys and the values that occur: each may turn up elsewhere."""
         keys: dict[str, None] = {}
-        values: dict[str, Any] = {}
-        for case in seeds:
+        values: dict[Raw, None] = {}
+        for text in (
+            text for case in seeds for text in (case.body, *case.body.split(b"\n"))
+        ):
             with contextlib.suppress(ValueError):
-                for holder, at in slots(parsed(case.body)):
+                for holder, at in slots(parsed(text)):
                     if isinstance(holder, Pairs):
                         keys[holder[at][0]] = None
-                    value = value_at(holder, at)
-                    values.setdefault(repr(value)[:99], value)
-        return list(keys), list(values.values())
+                    values[Raw(written(value_at(holder, at), True))] = None
+        return list(keys), list(values)
 
     def any(self, rng: random.Random) -> Case:
         """Each target as often as the next, however many seeds it has."""
@@ -662,7 +659,7 @@ class Mutator:
         return rng.choice([case for case in self.seeds if case.words[0] == word])
 
     def __call__(self, case: Case, rng: random.Random, most: int = MOST) -> Case:
-        for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5, 8))):
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
             case = self._once(case, rng)
         return case._replace(body=case.body[:most])
 
@@ -694,8 +691,7 @@ class Mutator:
 
     def _json(self, body: bytes, rng: random.Random) -> bytes:
         root = [parsed(body)]
-        places = list(slots(root))
-        self._structure(*rng.choice(places), rng)
+        self._structure(*rng.choice(list(slots(root))), rng)
         made = written(root[0] if root else Raw(b""), rng.random() < 0.3)
         if rng.random() < 0.03:
             return made.decode("utf-8", "replace").encode(
@@ -736,7 +732,9 @@ class Mutator:
         end = min(len(text), at + rng.choice((1, 2, 8, 40)))
         kind = rng.randrange(6)
         if kind < 3:
-            made = "".join(rng.choice(SNIPPETS) for _ in range(rng.choice((1, 1, 2, 4))))
+            made = "".join(
+                rng.choice(SNIPPETS) for _ in range(rng.choice((1, 1, 2, 4)))
+            )
             if rng.random() < 0.1:
                 made *= min(rng.choice((9, 200, 5_000, 30_000)), 60_000 // len(made))
             return text[:at] + made + text[end if rng.random() < 0.3 else at :]
@@ -803,11 +801,13 @@ class Mutator:
         elif kind == 1:
             del made[at]
         elif kind == 2:
-            made[at] = (name, rng.choice(SNIPPETS + ("9" * 30, "", "\xb2")))
+            made[at] = (name, rng.choice((*SNIPPETS, "9" * 30, "", "\xb2")))
         else:
             media = ("text/json", FORM_TYPE, "application/json; charset=utf-16")
             signs = ("", "x", "sha256=", "v1,", "v1,AA== v1,AA==", "Basic ", "Basic é")
-            odd = rng.choice((*media, *signs, base64.b64encode(rng.randbytes(9)).decode()))
+            odd = rng.choice(
+                (*media, *signs, base64.b64encode(rng.randbytes(9)).decode())
+            )
             made.append((rng.choice(HEADERS), odd))
         clean = [(k, re.sub(r"[^\t -~\x80-\xff]", "?", v)[:8_000]) for k, v in made]
         return tuple((k, v.strip(" \t")) for k, v in clean)
@@ -824,7 +824,7 @@ HEADERS = tuple(
 
 
 def _lone(text: str) -> bool:
-    return any("\ud800" <= c <= "\udfff" for c in text)
+    return re.search("[\ud800-\udfff]", text) is not None
 
 
 def parsed(body: bytes) -> Any:
@@ -858,7 +858,10 @@ def written(value: Any, escaped: bool) -> bytes:
         return b"{" + b",".join(pairs) + b"}"
     if isinstance(value, list):
         return b"[" + b",".join(written(it, escaped) for it in value) + b"]"
-    return json.dumps(value, ensure_ascii=escaped).encode("utf-8", "surrogatepass")
+    if isinstance(value, str):
+        quote = encode_basestring_ascii if escaped else encode_basestring
+        return quote(value).encode("utf-8", "surrogatepass")
+    return json.dumps(value).encode()
 
 
 # -- running ----------------------------------------------------------------------
@@ -873,7 +876,7 @@ def run(targets: Targets, case: Case) -> None:
     begun = time.process_time()
     targets(case)
     spent = time.process_time() - begun
-    if spent > 0.5 + len(case.body) / 2**20:
+    if spent > SLACK + len(case.body) / 2**20:
         raise Slow(f"{spent:.2f} s for {len(case.body)} bytes")
 
 
@@ -889,7 +892,8 @@ class Findings:
         frames = traceback.extract_tb(error.__traceback__)[-3:]
         where = [f"{Path(f.filename).name}:{f.lineno}" for f in frames]
         said = str(error) if isinstance(error, AssertionError) else ""
-        key = f"{case.words[:2]} {type(error).__name__} {where} {re.sub('[0-9]', '', said)[-200:]}"
+        words = (*case.words[:2], type(error).__name__, *where, said[-200:])
+        key = re.sub(r"(?<!:)\d+", "", " ".join(words))  # but for the lines
         self.seen[key] = self.seen.get(key, 0) + 1
         if self.seen[key] > 1:
             return
@@ -938,55 +942,3 @@ class Fuzzer:
             file=sys.stderr,
             flush=True,
         )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
-    parser.add_argument("--real", type=Path, help="a folder of real deliveries")
-    parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"))
-    asked = parser.parse_args()
-    print(f"fuzz: seed {asked.seed}, {'atheris' if atheris else 'no atheris'}")
-    memory = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
-    wanted = asked.targets.split(",")
-    found = [it for it in seeds(root, asked.real) if it.words[0] in wanted]
-    fuzzer = Fuzzer(Targets(root), Findings(asked.findings), Mutator(found))
-    if atheris:
-        _led(fuzzer, root, asked)
-    rng = random.Random(asked.seed)
-    while time.monotonic() - fuzzer.begun < asked.minutes * 60:
-        fuzzer.one(fuzzer.mutator(fuzzer.mutator.any(rng), rng).encode())
-    fuzzer.tell()
-    sys.exit(bool(fuzzer.findings.seen))
-
-
-def _led(fuzzer: Fuzzer, root: Path, asked: argparse.Namespace) -> None:
-    """By coverage; ends the process, with the findings in their folder."""
-    corpus = root / "corpus"
-    corpus.mkdir()
-    for n, case in enumerate(fuzzer.mutator.seeds):
-        (corpus / f"seed-{n}").write_bytes(case.encode())
-    atheris.Setup(
-        [
-            sys.argv[0],
-            str(corpus),
-            f"-max_len={MOST}",
-            f"-max_total_time={int(asked.minutes * 60)}",
-            f"-seed={asked.seed}",
-            "-len_control=0",
-            "-rss_limit_mb=4096",
-            "-print_final_stats=1",
-            f"-artifact_prefix={asked.findings}/",
-        ],
-        fuzzer.one,
-        custom_mutator=fuzzer.mutate,
-    )
-    atheris.Fuzz()
-
-
-if __name__ == "__main__":
-    os.chdir(ROOT)
-    main()

@@ -8250,6 +8250,8 @@ def shipped_skill(flow: str) -> dict[str, bytes] | None:
 CATALOGUE_PATH = "/opt/pi-dispatch/models.json"
 GATE_MEMORY = "256m"
 STOP_GRACE_SECONDS = 10
+#: How long any answer of the engine may take.
+ENGINE_SECONDS = 60
 BUNDLE_MAX_BYTES = 256 * 1024 * 1024
 TEXT_MAX_BYTES = 64 * 1024
 SESSION_MAX_BYTES = 8 * 1024 * 1024
@@ -8523,7 +8525,7 @@ class DockerEngine:
         if client is None:
             try:
                 # use_context: never a remote engine that only the CLI was told of
-                client = docker.from_env(use_context=False, timeout=60).api
+                client = docker.from_env(use_context=False, timeout=ENGINE_SECONDS).api
             except (docker.errors.DockerException, OSError, ValueError) as error:
                 raise InfraError(
                     f"no Docker Engine answers: {error}",

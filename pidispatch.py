@@ -6588,19 +6588,73 @@ _MIGRATIONS: tuple[tuple[str, str], ...] = (
 )
 
 
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+#: How long a start looks for damage, in seconds: a file of a million jobs takes more.
+CHECK_SECONDS = 2.0
+
+
+def _look_over(path: Path) -> None:
+    """Refuse a file that is damaged or too new before anything of it is touched.
+
+    Without a log beside it nobody has it open, so it is read as it lies on the disk;
+    with one read-only. Neither leaves a trace. Raises `ConfigError`, `sqlite3.Error`.
+    """
+    import sqlite3
+
+    if not path.exists() or not path.stat().st_size:
+        return
+    how = "mode=ro" if _suffixed(path, "-wal").exists() else "immutable=1"
+    name = f"file:{_quote_path(path)}?{how}"
+    with contextlib.closing(
+        sqlite3.connect(name, uri=True, check_same_thread=False)
+    ) as connection:
+        _refuse_newer(connection, path)
+        fault = _damage(connection)
+    if fault is None:
+        log_event("database-not-all-checked", db=path, seconds=CHECK_SECONDS)
+    elif fault != "ok":
+        raise ConfigError(
+            f"the database {path} is damaged: {fault}",
+            "restore a backup of it, or name another file with --db",
+        )
+
+
+def _refuse_newer(connection: sqlite3.Connection, path: Path) -> None:
+    sql = "SELECT 1 FROM sqlite_master WHERE name = '_sqlite_migrations'"
+    if not connection.execute(sql).fetchall():
+        return
+    sql = "SELECT name FROM _sqlite_migrations WHERE migration_set = 'pidispatch'"
+    applied = {row[0] for row in connection.execute(sql).fetchall()}
+    if unknown := applied - set(dict(_MIGRATIONS)):
+        raise ConfigError(
+            f"{path} was written by a newer pidispatch ({', '.join(sorted(unknown))})",
+            "install that version, or name another file with --db",
+        )
+
+
+def _damage(connection: sqlite3.Connection) -> str | None:
+    """`ok`, SQLite's first complaint, or None when the time was over before."""
+    import sqlite3
+
+    over = threading.Timer(CHECK_SECONDS, connection.interrupt)
+    over.start()
+    try:
+        return str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+    except sqlite3.OperationalError as error:
+        if str(error) != "interrupted":
+            raise
+        return None
+    finally:
+        over.cancel()
+        over.join()
+
+
+def _migrate(connection: sqlite3.Connection) -> None:
     import sqlite_utils
 
     migrations = sqlite_utils.Migrations("pidispatch")
     for name, script in _MIGRATIONS:
         migrations(name=name)(_script(script))
     database = sqlite_utils.Database(connection)
-    unknown = {m.name for m in migrations.applied(database)} - set(dict(_MIGRATIONS))
-    if unknown:
-        raise ConfigError(
-            f"{path} was written by a newer pidispatch ({', '.join(sorted(unknown))})",
-            "install that version, or name another file with --db",
-        )
     if migrations.pending(database):
         migrations.apply(database)
 
@@ -6627,6 +6681,10 @@ def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     if not read_only:
         connection.execute("PRAGMA synchronous = FULL")
     return connection
+
+
+def _suffixed(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
 
 
 def _quote_path(path: Path) -> str:
@@ -7039,11 +7097,12 @@ class Store(Controls):
         import sqlite3
 
         try:
+            _look_over(self.path)
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.path.touch(0o600)  # its log gets the mode the file is born with
             connection = _connect(self.path)
             connection.execute("PRAGMA journal_mode = WAL")
-            _migrate(connection, self.path)
+            _migrate(connection)
             self.path.chmod(0o600)
             return connection
         except (sqlite3.DatabaseError, OSError) as error:
@@ -8362,6 +8421,8 @@ def shipped_skill(flow: str) -> dict[str, bytes] | None:
 CATALOGUE_PATH = "/opt/pi-dispatch/models.json"
 GATE_MEMORY = "256m"
 STOP_GRACE_SECONDS = 10
+#: How long any answer of the engine may take.
+ENGINE_SECONDS = 60
 BUNDLE_MAX_BYTES = 256 * 1024 * 1024
 TEXT_MAX_BYTES = 64 * 1024
 SESSION_MAX_BYTES = 8 * 1024 * 1024
@@ -8652,7 +8713,7 @@ class DockerEngine:
         if client is None:
             try:
                 # use_context: never a remote engine that only the CLI was told of
-                client = docker.from_env(use_context=False, timeout=60).api
+                client = docker.from_env(use_context=False, timeout=ENGINE_SECONDS).api
             except (docker.errors.DockerException, OSError, ValueError) as error:
                 raise InfraError(
                     f"no Docker Engine answers: {error}",
@@ -15503,10 +15564,6 @@ def _check_store(settings: Settings, checks: list[Check]) -> None:
 
 #: Many times what the worker's own checkpoints (1,000 pages) leave there.
 WAL_MOST = 64 * 1024 * 1024
-
-
-def _suffixed(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
 
 
 def _bytes(size: int) -> str:

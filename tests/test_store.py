@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sqlite3
 import threading
+import time
 from datetime import datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -563,29 +566,123 @@ def test_the_database_is_private_and_durable(store: Store) -> None:
     assert store._rows("PRAGMA journal_mode")[0][0] == "wal"
 
 
+# -- a file that is not to be touched -------------------------------------------
+
+
+def folder(path: Path) -> dict[str, bytes]:
+    """Every file beside that one, with its content."""
+    return {entry.name: entry.read_bytes() for entry in path.parent.iterdir()}
+
+
+@pytest.mark.parametrize("journal", ["WAL", "DELETE"])
 def test_a_file_of_a_newer_version_is_refused_and_left_alone(
-    tmp_path: Path, clock: FakeClock
+    tmp_path: Path, clock: FakeClock, journal: str
 ) -> None:
+    """Issue 7, show 8: byte for byte, and with nothing beside it."""
     path = tmp_path / "q.db"
     Store(path, clock).close()
-    db = sqlite3.connect(path)
-    db.execute(
-        "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
-        " VALUES ('pidispatch', '999-future', 'now')"
-    )
-    db.commit()
-    db.close()
-    before = path.read_bytes()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(
+            "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
+            " VALUES ('pidispatch', '999-future', 'now')"
+        )
+        db.commit()
+        db.execute(f"PRAGMA journal_mode = {journal}")
+    before = folder(path)
     with pytest.raises(pidispatch.ConfigError, match="newer"):
         Store(path, clock)
-    assert path.read_bytes() == before
+    assert folder(path) == before
+    assert list(before) == ["q.db"]
 
 
-def test_a_damaged_file_is_a_clear_error(tmp_path: Path, clock: FakeClock) -> None:
+def test_a_newer_file_that_was_left_in_a_crash_keeps_its_log(
+    tmp_path: Path, clock: FakeClock
+) -> None:
+    path, copy = tmp_path / "a" / "q.db", tmp_path / "b" / "q.db"
+    store = Store(path, clock)
+    store._write(
+        lambda db: db.execute(
+            "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
+            " VALUES ('pidispatch', '999-future', 'now')"
+        )
+    )
+    copy.parent.mkdir()
+    for name in ("q.db", "q.db-wal"):
+        copy.with_name(name).write_bytes(path.with_name(name).read_bytes())
+    store.close()
+    before = folder(copy)
+    with pytest.raises(pidispatch.ConfigError, match="newer"):
+        Store(copy, clock)
+    after = folder(copy)
+    assert {name: after[name] for name in before} == before
+
+
+def spoilt(whole: bytes, how: str) -> bytes:
+    middle = len(whole) // 2 // 4096 * 4096
+    return {
+        "no database": b"this is no database, and it is long enough to look like one",
+        "its head overwritten": os.urandom(100) + whole[100:],
+        "a page of its middle overwritten": whole[:middle]
+        + b"\xaa" * 4096
+        + whole[middle + 4096 :],
+        "cut off": whole[:middle],
+        "cut off within a page": whole[: middle + 100],
+    }[how]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "no database",
+        "its head overwritten",
+        "a page of its middle overwritten",
+        "cut off",
+        "cut off within a page",
+    ],
+)
+def test_a_damaged_file_is_refused_by_name_and_left_alone(
+    tmp_path: Path, clock: FakeClock, maker: Maker, how: str
+) -> None:
     path = tmp_path / "q.db"
-    path.write_bytes(b"this is no database, and it is long enough to look like one")
-    with pytest.raises(pidispatch.ConfigError, match="cannot be opened"):
+    store = Store(path, clock)
+    for number in range(60):
+        maker.admit(store, target=pidispatch.Target("issue", number + 1))
+    store.close()
+    path.write_bytes(spoilt(path.read_bytes(), how))
+    before = folder(path)
+    with pytest.raises(pidispatch.ConfigError, match=re.escape(str(path))) as caught:
         Store(path, clock)
+    assert "backup" in str(caught.value.fix)
+    assert folder(path) == before
+
+
+def test_the_look_for_damage_is_bounded_and_says_when_it_saw_not_all(
+    tmp_path: Path,
+    clock: FakeClock,
+    maker: Maker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "q.db"
+    store = Store(path, clock)
+    maker.admit(store)
+    store.close()
+    damage = pidispatch._damage
+
+    def slow(connection: sqlite3.Connection) -> str | None:
+        connection.set_progress_handler(lambda: time.sleep(0.001), 1)
+        return damage(connection)
+
+    monkeypatch.setattr(pidispatch, "_damage", slow)
+    monkeypatch.setattr(pidispatch, "CHECK_SECONDS", 0.01)
+    caplog.set_level("INFO", "pidispatch")
+    Store(path, clock).close()
+    assert "database-not-all-checked" in caplog.text
+
+
+def test_an_empty_file_becomes_a_database(tmp_path: Path, clock: FakeClock) -> None:
+    (tmp_path / "q.db").touch()
+    Store(tmp_path / "q.db", clock).close()
 
 
 def test_reading_a_missing_file_names_it_and_the_fix(tmp_path: Path) -> None:
@@ -684,3 +781,82 @@ def test_every_state_in_the_sql_stands_in_the_vocabulary() -> None:
     known |= set(pidispatch.LEDGER_STATES)
     assert len(written) > 6
     assert written <= known, written - known
+
+
+# -- files of earlier versions (tests/versions) -----------------------------------
+
+VERSIONS = sorted((Path(__file__).parent / "versions").glob("*.sql"))
+
+
+def file_of(path: Path, version: int) -> Path:
+    """A database as that many migrations left it, with rows of its time.
+
+    From text that no later change of the code changes: the first is what the store
+    that had one migration wrote, each other its migration and rows it made possible.
+    """
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        for script in VERSIONS[:version]:
+            db.executescript(script.read_text())
+    return path
+
+
+def test_there_is_a_file_of_every_version() -> None:
+    names = [path.stem.partition("-")[2] for path in VERSIONS]
+    assert names == [name[4:] for name, _ in pidispatch._MIGRATIONS]
+
+
+@pytest.mark.parametrize("version", range(1, len(VERSIONS) + 1))
+def test_a_file_of_an_earlier_version_opens_keeps_its_rows_and_works(
+    tmp_path: Path, clock: FakeClock, maker: Maker, version: int
+) -> None:
+    """Issue 7, show 8."""
+    path = file_of(tmp_path / "q.db", version)
+    store = Store(path, clock)
+    rows = {run.id: (run.state, run.reason) for run in store.runs(9)}
+    assert rows == {
+        "gh-later": ("queued", None),
+        "gh-no": ("policy", "job-image-missing"),
+        "gh-set-r2": ("running", None),
+        "gh-set-r1": ("completed", None),
+    }
+    run, record, [sibling] = store.run("gh-set-r1")
+    assert record and record.tokens and record.tokens.total == 10
+    assert run.request and run.request.number == 12 and sibling.id == "gh-set-r2"
+    assert len(store.records(9)) == 2 and store.picks().sets == 1
+    status = store.status(CAPS, clock())
+    assert (status.used, status.pending) == (2, 1)
+    assert store.seen("github", "gh-set", "none"), "no delivery runs twice"
+    maker.count = 99  # bodies of their own
+    assert maker.admit(store, 2).status == "coalesced", "nor within its window"
+    [(waiting, _, _)] = store.due_pending(clock())
+    assert waiting.id == "gh-waiting"
+    [(running, state, _)] = store.unfinished()
+    assert (running.job.id, state) == ("gh-set-r2", "running")
+    store.finish(running, record_of(running), pidispatch.Notice("result"))
+    assert store.own_tips(running.job) == frozenset()
+    assert store.note_ending("github:octo/spoon", 12, "merged", clock())
+    job = claimed(store)
+    assert job.job.target.body == "It's text; with a semicolon"
+    assert store.start(job, CAPS) is None
+    store.running(job)
+    store.finish(job, record_of(job), None)
+    assert store.run("gh-later")[0].state == "completed"
+    store.sweep()
+    store.close()
+    assert pidispatch.Reader(path).integrity() == "ok"
+
+
+def test_versions_lead_to_the_same_database(tmp_path: Path, clock: FakeClock) -> None:
+    def schema(version: int) -> list[tuple[str, str]]:
+        path = file_of(tmp_path / f"{version}.db", version)
+        Store(path, clock).close()
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            sql = "SELECT name, sql FROM sqlite_master ORDER BY name"
+            return db.execute(sql).fetchall()
+
+    last = schema(len(VERSIONS))
+    assert all(schema(version) == last for version in range(1, len(VERSIONS)))
+    Store(tmp_path / "new.db", clock).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "new.db")) as db:
+        new = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    assert new == {name for name, _ in last}

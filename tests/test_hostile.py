@@ -506,9 +506,6 @@ def test_connections_that_are_kept_give_way(server: Server) -> None:
     honest.within(2.0, "300 kept connections")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a connection that has not spoken yet holds its thread for 10 s"
-)
 def test_connections_that_never_spoke_give_way(server: Server) -> None:
     with crowd(server, 300), Honest(server) as honest:
         until(lambda: len(honest.took) > 20, 12)

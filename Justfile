@@ -38,6 +38,10 @@ bench pairs="20":
 torture rounds="200":
     pytest -s tests/test_torture.py --rounds={{ rounds }}
 
+# A minute at a hundred deliveries a second, with everything else going on.
+load seconds="60":
+    pytest -s tests/test_load.py --load-seconds={{ seconds }}
+
 # Fuzz all that reads what others send; led by coverage with `pip install atheris`.
 fuzz minutes="60" *arguments:
     python tests/fuzz_long.py --minutes {{ minutes }} {{ arguments }}

@@ -6526,6 +6526,15 @@ CREATE TABLE sibling_notices (
 ) STRICT;
 """
 
+#: A long queue of which nothing may start is looked at whenever something is queued:
+#: without the rows themselves, which hold the texts.
+_SCHEMA_WAITING = """
+DROP INDEX jobs_queued;
+CREATE INDEX jobs_queued ON jobs (seq, not_before, scope, cancel)
+    WHERE state = 'queued';
+CREATE INDEX jobs_cancelled ON jobs (seq) WHERE state = 'queued' AND cancel IS NOT NULL;
+"""
+
 #: Names of the migrations this version knows, oldest first; a file that has
 #: another one was written by a newer pidispatch and is left alone.
 _MIGRATIONS: tuple[tuple[str, str], ...] = (
@@ -6535,6 +6544,7 @@ _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("002-comments", _SCHEMA_COMMENTS),
     ("003-schedule", _SCHEMA_SCHEDULE),
     ("003-picks", _SCHEMA_PICKS),
+    ("004-waiting", _SCHEMA_WAITING),
 )
 
 
@@ -7729,11 +7739,14 @@ def _remember(db: sqlite3.Connection, delivery: Delivery) -> None:
 
 
 #: A cancelled job is taken at once, to be recorded, though nothing else starts.
-_READY = """SELECT 1 FROM jobs WHERE state = 'queued' AND (cancel IS NOT NULL OR (
-            not_before <= ?
-            AND NOT EXISTS (SELECT 1 FROM json_each(?) AS held
-                            WHERE jobs.scope GLOB held.value)
-            AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused'))) LIMIT 1"""
+_READY = """SELECT 1 WHERE EXISTS (
+        SELECT 1 FROM jobs WHERE state = 'queued' AND cancel IS NOT NULL)
+    OR NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused') AND EXISTS (
+        SELECT 1 FROM jobs WHERE state = 'queued' AND not_before <= ?1
+        AND COALESCE(scope, '') NOT IN (
+            SELECT waiting.scope FROM json_each(?2) AS held JOIN (
+                SELECT DISTINCT +scope AS scope FROM jobs WHERE state = 'queued') AS waiting
+            ON waiting.scope GLOB held.value))"""
 
 
 def _held(db: sqlite3.Connection, limits: Limits, now: float) -> str:

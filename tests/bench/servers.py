@@ -145,7 +145,16 @@ def pidispatch_serve(
     log = root / "serve.log"
     with process(log, command, settings) as running:
         until_listening(port, running, log)
+        until_proven(pidispatch.Reader(db))
         yield Server("pidispatch", port, running, kept=kept)
+
+
+def until_proven(reader: pidispatch.Reader) -> None:
+    """At its first start it looks with a container whether the engine isolates."""
+    deadline = time.monotonic() + 60
+    while reader.flag("isolation") is None:
+        assert time.monotonic() < deadline, "the engine was not proved to isolate"
+        time.sleep(0.05)
 
 
 NO_CAPS = pidispatch.Caps(None, None, None, "UTC")

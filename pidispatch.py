@@ -7738,15 +7738,16 @@ def _remember(db: sqlite3.Connection, delivery: Delivery) -> None:
     db.execute(sql, values)
 
 
-#: A cancelled job is taken at once, to be recorded, though nothing else starts.
+#: A cancelled job is taken at once, to be recorded, though nothing else starts. Each
+#: scope is asked once, not each job; the plus keeps to the index of the queued.
 _READY = """SELECT 1 WHERE EXISTS (
         SELECT 1 FROM jobs WHERE state = 'queued' AND cancel IS NOT NULL)
     OR NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused') AND EXISTS (
         SELECT 1 FROM jobs WHERE state = 'queued' AND not_before <= ?1
         AND COALESCE(scope, '') NOT IN (
             SELECT waiting.scope FROM json_each(?2) AS held JOIN (
-                SELECT DISTINCT +scope AS scope FROM jobs WHERE state = 'queued') AS waiting
-            ON waiting.scope GLOB held.value))"""
+                SELECT DISTINCT +scope AS scope FROM jobs WHERE state = 'queued'
+            ) AS waiting ON waiting.scope GLOB held.value))"""
 
 
 def _held(db: sqlite3.Connection, limits: Limits, now: float) -> str:

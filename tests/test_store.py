@@ -65,7 +65,8 @@ def test_the_same_delivery_again_is_a_duplicate_also_after_the_job_and_a_restart
 #: Those with a row for every job of a month.
 LARGE = re.compile(
     "SCAN (deliveries|jobs|other|runs|windows|ledger|comments)"
-    "(?! USING (COVERING )?INDEX (jobs_queued|jobs_open|deliveries_pending))"
+    "(?! USING (COVERING )?INDEX "
+    "(jobs_queued|jobs_cancelled|jobs_open|deliveries_pending))"
 )
 
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import itertools
 import json
 import logging
@@ -41,6 +40,7 @@ import time
 from collections.abc import (
     Callable,
     Collection,
+    Generator,
     Iterable,
     Iterator,
     Mapping,
@@ -66,7 +66,6 @@ import click
 import msgspec
 
 if TYPE_CHECKING:
-    import socket
     import sqlite3
     import subprocess
     from datetime import date
@@ -115,6 +114,9 @@ POLL_OVERLAP = 120.0
 #: What happened while nobody looked for longer than this is not made up for:
 #: as long as GitHub keeps the deliveries of a webhook.
 POLL_GAP = 3 * DAY
+#: Nothing that is tried again waits longer, in seconds: a time further ahead was noted
+#: while the clock was ahead of what it is now, and is due.
+WAIT_MAX = 900.0
 MAX_BODY_BYTES = 25 * 1024 * 1024
 MAX_NUMBER = 2**53
 
@@ -2062,7 +2064,7 @@ def _unknown_of_rule(key: str, fields: Sequence[str], name: str) -> str:
 def _fits(value: Any, kind: Any) -> bool:
     try:
         msgspec.convert(value, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # half a surrogate pair
         return False
     return True
 
@@ -4153,7 +4155,8 @@ class GitHub(PullForge):
             return self.settings.github_pat
         key = repo if source == "app" else ""
         token, until = self._tokens.get(key, ("", 0.0))
-        if self.clock() >= until:
+        # one with more than its hour left was kept before the clock was set back
+        if not 0 < until - self.clock() <= 3600:
             token, until = self._mint(repo) if source == "app" else self._gh_token()
             self._tokens[key] = (token, until)
         return token
@@ -6189,9 +6192,15 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def when(self) -> float:
-        """The event's own time; arrival when it has none or lies in the future."""
+        """The event's own time; arrival when it has none or lies in the future.
+
+        A poll's may lie ahead: of a clock that was set back since its webhook came.
+        """
         own = self.event.when
-        return own if own is not None and own <= self.received else self.received
+        ahead = 2 * DAY if self.event.delivery.startswith(POLLED) else 0.0
+        if own is None or own > self.received + ahead:
+            return self.received
+        return own
 
 
 class Admission(NamedTuple):
@@ -6596,11 +6605,21 @@ def _quote_path(path: Path) -> str:
 
 
 class _Ask(NamedTuple):
-    """One write waiting for the writer: what to do and where the answer goes."""
+    """A write that waits for its commit: what to do and where the answer goes."""
 
     do: Callable[[sqlite3.Connection], Any]
-    done: threading.Event
     answer: list[Any]
+
+
+class _Group(msgspec.Struct):
+    """A transaction of one thread: begun at its first look, broken by any fault.
+
+    `then` is what is to be done when it is durable.
+    """
+
+    begun: bool = False
+    broken: bool = False
+    then: list[Callable[[], object]] = []
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -6975,16 +6994,15 @@ class Store(Controls):
 
     def __init__(self, path: Path, clock: Clock = time.time) -> None:
         super().__init__(path)
+        from collections import deque
+
         self.clock = clock
         self.work = threading.Event()
-        self._asks: list[_Ask] = []
-        self._waiting = threading.Condition()
+        self._asks: deque[_Ask] = deque()
+        self._turn = threading.Lock()
+        self._mine = threading.local()
         self._closed = False
         self._connection = self._open()
-        self._writer = threading.Thread(
-            target=self._write_loop, name="store-writer", daemon=True
-        )
-        self._writer.start()
 
     def _open(self) -> sqlite3.Connection:
         import sqlite3
@@ -7008,43 +7026,94 @@ class Store(Controls):
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
 
     def close(self) -> None:
-        with self._waiting:
+        with self._turn:
             self._closed = True
-            self._waiting.notify()
-        self._writer.join(timeout=10)
-        self._connection.close()
+            self._connection.close()
 
     # -- the one writer ------------------------------------------------------
 
-    def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """What this thread reads and writes inside is one transaction.
+
+        It is durable at the end, or nothing of it was done: `InfraError`. From
+        its first look at the file on, other writers wait.
+        """
+        if self._group:
+            yield
+            return
+        group = self._mine.group = _Group()
+        try:
+            yield
+            self._grouped(lambda db: group.begun and db.execute("COMMIT"), group)
+        finally:
+            self._mine.group = None
+            if group.begun:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                self._turn.release()
+        for effect in group.then:
+            effect()
+
+    @property
+    def _group(self) -> _Group | None:
+        return getattr(self._mine, "group", None)
+
+    def _grouped(self, do: Callable[[sqlite3.Connection], T], group: _Group) -> T:
         import sqlite3
 
-        ask = _Ask(do, threading.Event(), [])
-        with self._waiting:
-            if self._closed:
-                raise InfraError("the store is closed")
-            self._asks.append(ask)
-            self._waiting.notify()
-        ask.done.wait()
+        if group.broken:  # the transaction may be gone: nothing more is written
+            raise InfraError("another write of the group failed")
+        try:
+            if not group.begun:
+                self._take_turn()
+                group.begun = True
+                self._connection.execute("BEGIN IMMEDIATE")
+            return do(self._connection)
+        except BaseException as error:
+            group.broken = True
+            if isinstance(error, sqlite3.Error):
+                raise _unwritten(error) from error
+            raise
+
+    def _take_turn(self) -> None:
+        self._turn.acquire()
+        if self._closed:
+            self._turn.release()
+            raise InfraError("the store is closed")
+
+    def then(self, effect: Callable[[], object]) -> None:
+        """Do it when what was written so far is durable."""
+        if group := self._group:
+            group.then.append(effect)
+        else:
+            effect()
+
+    def _ask(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        """A look at the file; inside a group, at what the group has made of it."""
+        group = self._group
+        return self._grouped(do, group) if group else super()._ask(do)
+
+    def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
+        """Whoever has the turn commits what the others wait for as well."""
+        import sqlite3
+
+        if group := self._group:
+            return self._grouped(do, group)
+        ask = _Ask(do, [])
+        self._asks.append(ask)
+        self._take_turn()
+        try:
+            if not ask.answer:
+                self._commit([self._asks.popleft() for _ in range(len(self._asks))])
+        finally:
+            self._turn.release()
         answer = ask.answer[0]
         if isinstance(answer, sqlite3.Error):
-            why = f"the database could not be written: {answer}"
-            raise InfraError(why, "see `pidispatch doctor`") from answer
+            raise _unwritten(answer) from answer
         if isinstance(answer, BaseException):
             raise answer
         return cast(T, answer)
-
-    def _write_loop(self) -> None:
-        while True:
-            with self._waiting:
-                while not self._asks and not self._closed:
-                    self._waiting.wait()
-                asks, self._asks = self._asks, []
-            if not asks:
-                return
-            self._commit(asks)
-            for ask in asks:
-                ask.done.set()
 
     def _commit(self, asks: list[_Ask]) -> None:
         """One transaction for all that wait.
@@ -7069,9 +7138,8 @@ class Store(Controls):
         except sqlite3.Error as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            failure = InfraError(f"the database could not be written: {error}")
             for ask in asks:
-                ask.answer[:] = [failure]
+                ask.answer[:] = [error]
 
     # -- deliveries ----------------------------------------------------------
 
@@ -7091,7 +7159,7 @@ class Store(Controls):
         """
         admission = self._write(lambda db: _admit(db, delivery, jobs, hourly))
         if admission.status == "queued":
-            self.work.set()
+            self.then(self.work.set)
         return admission
 
     def park(self, delivery: Delivery, match: Match) -> bool:
@@ -7107,9 +7175,10 @@ class Store(Controls):
 
     def due_pending(self, now: float) -> list[tuple[Delivery, Match, int]]:
         sql = """SELECT pending, attempts FROM deliveries
-                 WHERE state = 'pending' AND next_at <= ? ORDER BY next_at LIMIT 50"""
+                 WHERE state = 'pending' AND (next_at <= ?1 OR next_at > ?1 + ?2)
+                 ORDER BY next_at LIMIT 50"""
         found = []
-        for row in self._rows(sql, now):
+        for row in self._rows(sql, now, WAIT_MAX):
             delivery, match = msgspec.json.decode(
                 row["pending"], type=tuple[Delivery, Match]
             )
@@ -7179,7 +7248,7 @@ class Store(Controls):
         """
         now = self.clock()
         held = self._ask(lambda db: _held(db, limits, now))
-        if not self._rows(_READY, now, held):
+        if not self._rows(_READY, now, held, WAIT_MAX):
             return None
         return self._write(lambda db: _claim(db, _held(db, limits, now), now, only))
 
@@ -7197,7 +7266,7 @@ class Store(Controls):
         before it cost anything: then it is asked again, as `<id>-again<k>`.
         """
         answer = self._write(lambda db: _admit_local(db, job, self.clock()))
-        self.work.set()
+        self.then(self.work.set)
         return answer
 
     def schedules(self, wanted: Mapping[str, str]) -> dict[str, float]:
@@ -7219,7 +7288,7 @@ class Store(Controls):
         now = self.clock()
         fired = self._write(lambda db: _fire(db, cron, due, job, now))
         if fired:
-            self.work.set()
+            self.then(self.work.set)
         return fired
 
     def defer(self, claimed: Claimed, until: float) -> None:
@@ -7254,7 +7323,7 @@ class Store(Controls):
 
     def running(self, claimed: Claimed) -> None:
         sql = """UPDATE jobs SET state = 'running' WHERE id = ? AND claim = ?
-                 AND state = 'starting'"""
+                 AND state IN ('starting', 'running')"""
         self._fenced(sql, (claimed.job.id, claimed.claim))
 
     def retry(
@@ -7308,9 +7377,10 @@ class Store(Controls):
     def due_notices(self) -> list[tuple[Job, Workspace | None, Notice, int]]:
         """Jobs that are over but not yet told to the forge, and tries so far."""
         sql = """SELECT payload, work, notice, publish_tries FROM jobs
-                 WHERE state = 'publishing' AND state <> 'done' AND not_before <= ?
-                 ORDER BY seq LIMIT 20"""
-        return [_notice_of(row) for row in self._rows(sql, self.clock())]
+                 WHERE state = 'publishing' AND state <> 'done'
+                 AND (not_before <= ?1 OR not_before > ?1 + ?2) ORDER BY seq LIMIT 20"""
+        rows = self._rows(sql, self.clock(), WAIT_MAX)
+        return [_notice_of(row) for row in rows]
 
     def notice(self, job: str) -> tuple[Job, Workspace | None, Notice, int] | None:
         sql = """SELECT payload, work, notice, publish_tries FROM jobs
@@ -7347,10 +7417,11 @@ class Store(Controls):
     def due_limited(self) -> list[tuple[Job, int]]:
         """Dropped deliveries to comment on, each as its first job, and tries so far."""
         sql = """SELECT payload, tries FROM limited WHERE payload IS NOT NULL
-                 AND not_before <= ? ORDER BY at LIMIT 20"""
+                 AND (not_before <= ?1 OR not_before > ?1 + ?2)
+                 ORDER BY at LIMIT 20"""
         return [
             (msgspec.json.decode(row["payload"], type=Job), row["tries"])
-            for row in self._rows(sql, self.clock())
+            for row in self._rows(sql, self.clock(), WAIT_MAX)
         ]
 
     def postpone_limited(self, set_id: str, until: float) -> None:
@@ -7376,7 +7447,8 @@ class Store(Controls):
         sql = """SELECT sibling_notices.*, jobs.payload, runs.request
                  FROM sibling_notices JOIN jobs ON jobs.id = job_id
                  JOIN runs USING (job_id)
-                 WHERE sibling_notices.not_before <= ? LIMIT 20"""
+                 WHERE sibling_notices.not_before <= ?1
+                 OR sibling_notices.not_before > ?1 + ?2 LIMIT 20"""
         return [
             SiblingNotice(
                 msgspec.json.decode(row["payload"], type=Job),
@@ -7385,7 +7457,7 @@ class Store(Controls):
                 row["at"],
                 row["tries"],
             )
-            for row in self._rows(sql, self.clock())
+            for row in self._rows(sql, self.clock(), WAIT_MAX)
         ]
 
     def postpone_sibling(self, notice: SiblingNotice, until: float) -> None:
@@ -7475,7 +7547,7 @@ class Store(Controls):
     def set_flag(self, name: str, value: str | None) -> None:
         now = self.clock()
         self._write(lambda db: _set_flag(db, name, value, now))
-        self.work.set()
+        self.then(self.work.set)
 
     def set_limits(self, limits: Limits, problem: str | None) -> None:
         """Show `status` the limits in force and what is wrong with their file."""
@@ -7486,7 +7558,7 @@ class Store(Controls):
             _set_flag(db, "limits-problem", problem, now)
 
         self._write(do)
-        self.work.set()
+        self.then(self.work.set)
 
     def beat(self) -> None:
         """The heartbeat of a running worker, for `status` and doctor."""
@@ -7564,6 +7636,11 @@ def _replay(db: sqlite3.Connection, job: Job, now: float) -> str:
     return again.id
 
 
+def _unwritten(error: sqlite3.Error) -> InfraError:
+    why = f"the database could not be written: {error}"
+    return InfraError(why, "see `pidispatch doctor`")
+
+
 def _in_savepoint(
     connection: sqlite3.Connection, do: Callable[[sqlite3.Connection], Any]
 ) -> Any:
@@ -7631,6 +7708,8 @@ def _known(db: sqlite3.Connection, delivery: Delivery) -> bool:
 
 
 def _acted_on(db: sqlite3.Connection, event: Event, target: str) -> bool:
+    if event.comment_id is None:
+        return False
     sql = "SELECT 1 FROM comments WHERE kind = ? AND target = ? AND comment = ?"
     values = (event.forge, target, event.comment_id)
     return db.execute(sql, values).fetchone() is not None
@@ -7659,9 +7738,11 @@ def _window_holds(db: sqlite3.Connection, job: Job, when: float) -> bool:
 
 
 def _recent(db: sqlite3.Connection, job: Job, now: float) -> int:
+    # not those of a clock that was ahead: they would count until it is there again
     sql = """SELECT count(*) FROM deliveries WHERE target = ? AND kind = ?
-             AND received_at > ? AND state = 'admitted'"""
-    n: int = db.execute(sql, (job.title, job.kind, now - 3600)).fetchone()[0]
+             AND received_at BETWEEN ? AND ? AND state = 'admitted'"""
+    values = (job.title, job.kind, now - 3600, now + 3600)
+    n: int = db.execute(sql, values).fetchone()[0]
     return n
 
 
@@ -7669,7 +7750,7 @@ def _put_limited(db: sqlite3.Connection, job: Job, now: float) -> None:
     """Say on the target that it is limited, unless that was said within the hour."""
     sql = """INSERT OR IGNORE INTO limited (set_id, kind, target, at, payload)
              SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (SELECT 1 FROM limited
-             WHERE target = ?3 AND kind = ?2 AND at > ?4 - 3600)"""
+             WHERE target = ?3 AND kind = ?2 AND at BETWEEN ?4 - 3600 AND ?4 + 3600)"""
     payload = msgspec.json.encode(job.without_text()).decode()
     db.execute(sql, (job.set, job.kind, job.title, now, payload))
 
@@ -7743,7 +7824,8 @@ def _remember(db: sqlite3.Connection, delivery: Delivery) -> None:
 _READY = """SELECT 1 WHERE EXISTS (
         SELECT 1 FROM jobs WHERE state = 'queued' AND cancel IS NOT NULL)
     OR NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused') AND EXISTS (
-        SELECT 1 FROM jobs WHERE state = 'queued' AND not_before <= ?1
+        SELECT 1 FROM jobs WHERE state = 'queued'
+        AND (not_before <= ?1 OR not_before > ?1 + ?3)
         AND COALESCE(scope, '') NOT IN (
             SELECT waiting.scope FROM json_each(?2) AS held JOIN (
                 SELECT DISTINCT +scope AS scope FROM jobs WHERE state = 'queued'
@@ -7802,7 +7884,7 @@ def _claim(
              WHERE seq = (SELECT seq FROM jobs WHERE state = 'queued'
                  AND (?4 IS NULL OR id = ?4) AND (
                  cancel IS NOT NULL OR (
-                     not_before <= ?2
+                     (not_before <= ?2 OR not_before > ?2 + ?5)
                      AND NOT EXISTS (SELECT 1 FROM json_each(?3) AS held
                                      WHERE jobs.scope GLOB held.value)
                      AND NOT EXISTS (SELECT 1 FROM flags WHERE name = 'paused')
@@ -7810,7 +7892,8 @@ def _claim(
                          SELECT 1 FROM jobs AS other WHERE {_HOLDS_FOLDER}))))
                  ORDER BY seq LIMIT 1)
              RETURNING payload, claim, attempt, queued_at, deferrals"""
-    rows = db.execute(sql, (random_hex(8), now, held, only)).fetchall()
+    values = (random_hex(8), now, held, only, WAIT_MAX)
+    rows = db.execute(sql, values).fetchall()
     return _claimed_of(rows[0]) if rows else None
 
 
@@ -8348,6 +8431,8 @@ class Box(Protocol):
 
     def start(self, inputs: Mapping[str, bytes | Path]) -> None: ...
 
+    def started(self) -> bool: ...
+
     def wait(self, seconds: int) -> bool: ...
 
     def tend(self) -> bool: ...
@@ -8379,7 +8464,7 @@ class Engine(Protocol):
 
     def adopt(self, job: str) -> Box | None: ...
 
-    def sweep(self, keep: frozenset[str]) -> int: ...
+    def sweep(self, keep: frozenset[str], before: float) -> int: ...
 
     def tail(self, job: str, lines: int) -> list[str]: ...
 
@@ -8388,47 +8473,62 @@ class Engine(Protocol):
     def disk(self) -> Path | None: ...
 
 
+class _ForkSum(msgspec.Struct, frozen=True):
+    total: _BoxCount
+    cost: float | None = None
+
+
+class _GateSum(msgspec.Struct, frozen=True):
+    """The running totals in a gate's line about a call."""
+
+    input: _BoxCount
+    output: _BoxCount
+    cacheRead: _BoxCount
+    cacheWrite: _BoxCount
+    total: _BoxCount
+    forks: dict[str, _ForkSum]
+    cost: float | None = None
+
+
 def meter_of(lines: Iterable[str]) -> tuple[Tokens | None, Forks | None, bool]:
     """The gate's running totals, its forks, and whether the budget was spent.
 
     Totals run within one life of the gate, so only a life's last call counts and
     a rotated log loses nothing; a gate that was started again adds its own.
     """
-    lives: list[dict[str, Any]] = [{}]
+    lives: list[_GateSum | None] = [None]
     spent = False
     for line in lines:
         event = _json_line(line)
         if event.get("event") == "listening":
-            lives.append({})
-        if event.get("event") == "call" and isinstance(event.get("sum"), dict):
-            lives[-1] = event["sum"]
+            lives.append(None)
+        if event.get("event") == "call":
+            with contextlib.suppress(msgspec.ValidationError):  # as a torn line
+                lives[-1] = msgspec.convert(event.get("sum"), _GateSum)
         spent = spent or (
             event.get("event") == "refused" and event.get("reason") == "budget"
         )
     totals = [life for life in lives if life]
     if not totals:
         return None, None, spent
-    forks: dict[str, Any] = {}
-    for life in totals:
-        forks |= {f"{len(forks)} {name}": row for name, row in life["forks"].items()}
-    return _tokens_of(totals), _forks_of(list(forks.values())), spent
+    return _tokens_of(totals), _forks_of(totals), spent
 
 
-def _tokens_of(totals: Sequence[Mapping[str, Any]]) -> Tokens:
+def _tokens_of(totals: Sequence[_GateSum]) -> Tokens:
     counts = ("input", "output", "cacheRead", "cacheWrite", "total")
-    sums = {name: sum(it[name] for it in totals) for name in counts}
+    sums = {name: sum(getattr(it, name) for it in totals) for name in counts}
     return Tokens(**sums, cost=_cost_of(totals))
 
 
-def _forks_of(rows: Sequence[Mapping[str, Any]]) -> Forks:
-    return Forks(len(rows), sum(row["total"] for row in rows), _cost_of(rows))
+def _forks_of(totals: Sequence[_GateSum]) -> Forks:
+    rows = [row for life in totals for row in life.forks.values()]
+    return Forks(len(rows), sum(row.total for row in rows), _cost_of(rows))
 
 
-def _cost_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
+def _cost_of(rows: Sequence[_GateSum | _ForkSum]) -> float | None:
     """The sum, None when any of it had no price: never too low."""
-    costs = [row.get("cost") for row in rows]
-    known = [cost for cost in costs if cost is not None]
-    return sum(known) if known and len(known) == len(costs) else None
+    known = [row.cost for row in rows if row.cost is not None]
+    return sum(known) if known and len(known) == len(rows) else None
 
 
 def result_of(lines: Sequence[str]) -> Result | None:
@@ -8444,8 +8544,10 @@ def result_of(lines: Sequence[str]) -> Result | None:
 
 
 def _json_line(line: str) -> dict[str, Any]:
+    """The object in a line, or an empty one. `json` would let pass what no record
+    can hold: NaN, and half a surrogate pair."""
     try:
-        value = json.loads(line)
+        value = msgspec.json.decode(line)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -8630,10 +8732,11 @@ class DockerEngine:
     def adopt(self, job: str) -> Box | None:
         """The box of a job that an earlier process started, if it still exists."""
         found = self._list({"job": job, "role": "job"})
-        if not found or found[0]["State"] == "created":
-            return None  # made and never started: nothing ran
+        if not found:
+            return None
         attempt = int(found[0]["Labels"].get(LABEL + "attempt", "1"))
-        return DockerBox(self, job, attempt)
+        box = DockerBox(self, job, attempt)
+        return box if box.started() else None
 
     def _list(self, labels: Mapping[str, str]) -> list[dict[str, Any]]:
         wanted = {"instance": self.instance, **labels}
@@ -8641,19 +8744,20 @@ class DockerEngine:
         found: list[dict[str, Any]] = self.api.containers(all=True, filters=filters)
         return found
 
-    def sweep(self, keep: frozenset[str]) -> int:
-        """Remove this instance's objects whose job is not in `keep`."""
+    def sweep(self, keep: frozenset[str], before: float = float("inf")) -> int:
+        """Remove this instance's objects of jobs that are not in `keep`, if one of a
+        job's was made before that time, seconds; returns how many jobs."""
         filters = {"label": f"{LABEL}instance={self.instance}"}
-        jobs: set[str] = set()
-        for row in (
-            *self.api.containers(all=True, filters=filters),
-            *self.api.networks(filters=filters),
-            *(self.api.volumes(filters=filters)["Volumes"] or ()),
-        ):
-            jobs.add((row.get("Labels") or {}).get(LABEL + "job", ""))
-        stale = jobs - keep
-        for job in stale:
-            self.remove_job(job)
+        with engine_answers():
+            rows = (
+                *self.api.containers(all=True, filters=filters),
+                *self.api.networks(filters=filters),
+                *(self.api.volumes(filters=filters)["Volumes"] or ()),
+            )
+            old = (row for row in rows if _made_at(row) < before)
+            stale = {(r.get("Labels") or {}).get(LABEL + "job", "") for r in old} - keep
+            for job in stale:
+                self.remove_job(job)
         return len(stale)
 
     def stale(self, keep: frozenset[str], before: float) -> list[str]:
@@ -8843,6 +8947,16 @@ def _addresses(network: IPv4Network) -> int:
     return network.num_addresses
 
 
+def _made_at(row: Mapping[str, Any]) -> float:
+    """When a listed container, network or volume was made, seconds."""
+    from datetime import datetime
+
+    made = row.get("Created") or row.get("CreatedAt") or 0
+    if isinstance(made, str):
+        return datetime.fromisoformat(made).timestamp()
+    return float(made)
+
+
 def _ipam(subnet: IPv4Network) -> Any:
     from docker.types import IPAMConfig, IPAMPool
 
@@ -9014,6 +9128,22 @@ class DockerBox:
         if self._gate_error:
             raise InfraError(f"the gate did not start: {self._gate_error}")
         api.start(self.name)
+
+    def started(self) -> bool:
+        """Whether the job container ever ran. One that did not is removed, so that it
+        never will: a start whose answer was lost may still be under way.
+
+        Not by force: the engine refuses that for a container that runs after all.
+        """
+        import docker
+
+        with engine_answers():
+            state = self._state()
+            if state is None or not state["StartedAt"].startswith(_NEVER):
+                return state is not None
+            with contextlib.suppress(docker.errors.NotFound):
+                self.engine.api.remove_container(self.name, v=True)
+        return False
 
     def _create_job(self) -> None:
         """Raises `Refused` when the engine does not see the job's folder."""
@@ -9216,6 +9346,8 @@ class DockerBox:
         self.engine.remove_job(self.job)
 
 
+#: How the engine writes the start of a container that had none.
+_NEVER = "0001-"
 #: Reason, message and fix when a folder cannot be bound into a box.
 NOT_THIS_ENGINE = (
     "local-needs-local-engine",
@@ -10774,7 +10906,11 @@ DEFER_MAX_SECONDS = 600
 DISK_FLOOR, DISK_STOP = 1 * 2**30, 256 * 2**20
 #: Each beat is a durable write, so it is rare.
 HEARTBEAT_SECONDS = 15.0
+#: How often it is said that an engine or a disk is still away, in seconds.
+TOLD_EVERY = 60
 SWEEP_SECONDS = 3_600.0
+#: A container this old belongs to no check and to no record that is being written.
+STALE_SECONDS = 900
 #: Deferrals that together wait for a day: 15 minutes in the first four, then ten
 #: minutes each. Counted, because a job may have waited for days by a pause alone.
 DEFERRALS_MAX = 5 + int((DAY - 900) // DEFER_MAX_SECONDS)
@@ -10830,7 +10966,8 @@ def verdict_of(ended: BoxExit, stopped: str | None) -> Verdict:
 class Attempt(msgspec.Struct):
     """What one attempt learns on its way up the ladder; filled gate by gate.
 
-    `left` is what the day's tokens had left when they were looked at.
+    `left` is what the day's tokens had left when they were looked at. `began` is the
+    start by the clock that nobody sets, which the deadline goes by.
     """
 
     claimed: Claimed
@@ -10848,6 +10985,7 @@ class Attempt(msgspec.Struct):
     lineage: Lineage | None = None
     transcript: bytes = b""
     started_at: float | None = None
+    began: float = 0.0
     left: int | None = None
     #: With publish=agent: the forge's hosts, what its CLI and git read, and who
     #: has to know which of it is secret.
@@ -11310,13 +11448,16 @@ class Dispatcher:
         forges: Mapping[str, Forge],
         *,
         clock: Clock = time.time,
+        steady: Clock = time.monotonic,
         new_token: Callable[[], str] = lambda: random_hex(32),
         limits: Callable[[], Limits] = lambda: NO_LIMITS,
         free: Callable[[Path], int] = free_bytes,
     ) -> None:
         self.settings, self.store, self.engine = settings, store, engine
         self.forges, self.clock, self.new_token = forges, clock, new_token
-        self.limits, self.free = limits, free
+        self.steady, self.limits, self.free = steady, limits, free
+        #: Jobs from their claim, or adoption, to the end of their attempt.
+        self.in_hand: set[str] = set()
         self._attended: dict[str, float] = {}
         self.mirrors = Mirrors(settings.state_dir / "mirrors")
         #: How often a job is put back for trouble that may pass.
@@ -11640,7 +11781,7 @@ class Dispatcher:
         over = self.store.start(attempt.claimed, caps, attempt.max_tokens)
         if over:
             raise _over_cap(over, caps.zone)
-        attempt.started_at = self.clock()
+        attempt.started_at, attempt.began = self.clock(), self.steady()
 
     # -- one job -------------------------------------------------------------
 
@@ -11665,6 +11806,7 @@ class Dispatcher:
             )
             self._give_up(attempt, "internal-error")
         finally:
+            self.in_hand.discard(claimed.job.id)
             if attempt.prepared:  # the box has its copy
                 attempt.prepared.pack.unlink(missing_ok=True)
 
@@ -11701,6 +11843,7 @@ class Dispatcher:
         with contextlib.suppress(Refused):  # for the record; the run is under way
             settings = with_overlay(settings)
         attempt = Attempt(claimed, settings, "", box=box, started_at=started_at)
+        attempt.began = self.steady() - max(0.0, self.clock() - started_at)
         _event("job-adopted", claimed.job)
         with live_secrets() as attempt.name_secret:
             self._adopt(attempt)
@@ -11717,6 +11860,8 @@ class Dispatcher:
                 "job-failed-inside", logging.ERROR, job=claimed.job.id, error=error
             )
             self._give_up(attempt, "internal-error")
+        finally:
+            self.in_hand.discard(claimed.job.id)
 
     def _recall(self, attempt: Attempt) -> None:
         """What an earlier process knew of an adopted run: its lineage, who pushes,
@@ -11747,8 +11892,11 @@ class Dispatcher:
             self._hand_back(attempt)
             raise
         except Exception as error:
-            self._hand_back(attempt)
-            raise InfraError(f"the container did not start: {error}") from error
+            if not self._patiently(attempt.box.started):
+                self._hand_back(attempt)
+                raise InfraError(f"the container did not start: {error}") from error
+            word, level = "job-start-unanswered", logging.WARNING
+            _event(word, attempt.job, level=level, error=error)
         self._patiently(lambda: self.store.running(attempt.claimed))
         _event("job-started", attempt.job)
 
@@ -11775,13 +11923,19 @@ class Dispatcher:
 
         Raises `Leaving` when we stop before it answers: the next start asks.
         """
-        while True:
+        for tries in itertools.count():
             try:
-                return ask()
+                answer = ask()
             except (InfraError, OSError) as error:
-                log_event("waiting-for-machine", logging.WARNING, error=error)
+                if tries % TOLD_EVERY == 0:
+                    log_event("waiting-for-machine", logging.WARNING, error=error)
                 if self.leaving.wait(1.0):
                     raise Leaving from error
+            else:
+                if tries:
+                    log_event("machine-is-back", tries=tries)
+                return answer
+        raise AssertionError("unreachable")
 
     def _stop_reason(self, attempt: Attempt) -> str | None:
         assert attempt.started_at is not None
@@ -11791,7 +11945,7 @@ class Dispatcher:
             raise Leaving
         if self.store.cancelled(attempt.job.id):
             return "operator-cancel"
-        if self.clock() >= attempt.started_at + JOB_SECONDS + STOP_GRACE_SECONDS:
+        if self.steady() - attempt.began >= JOB_SECONDS + STOP_GRACE_SECONDS:
             return "timeout"
         # a copy: other workers' jobs come and go; of one moment's, the last by name
         ages = [(at, job) for job, at in list(self._attended.items())]
@@ -12079,24 +12233,36 @@ class Dispatcher:
             return False
         return True
 
-    # -- the start -----------------------------------------------------------
+    # -- the start, and every hour -------------------------------------------
 
-    def reconcile(self) -> list[tuple[Claimed, Box, float]]:
-        """Rows against containers, both ways; returns what is to be adopted."""
+    def reconcile(
+        self, before: float = float("inf")
+    ) -> list[tuple[Claimed, Box, float]]:
+        """Rows against containers, both ways; returns what is to be adopted.
+
+        Jobs in hand are left alone; nothing may be claimed meanwhile. Objects of no
+        open job go when they were made before that time: a check's own are younger.
+        """
+        hands = frozenset(self.in_hand)  # before the rows, for those that end just now
         adopted: list[tuple[Claimed, Box, float]] = []
         for claimed, state, started_at in self.store.unfinished():
+            if claimed.job.id in hands:
+                continue
             box = self.engine.adopt(claimed.job.id) if state != "claimed" else None
             if box is not None and started_at is not None:
+                self.store.running(claimed)
                 adopted.append((claimed, box, started_at))
             elif state == "running":
                 lost = Attempt(claimed, self.settings, "", started_at=started_at)
                 self._give_up(lost, "lost")
             else:
                 self.store.requeue(claimed)
+                _event("job-requeued", claimed.job)
         keep = frozenset(claimed.job.id for claimed, _, _ in adopted)
-        swept = self.engine.sweep(keep)
+        swept = self.engine.sweep(keep | hands, before)
         if adopted or swept:
             log_event("reconciled", adopted=len(adopted), swept=swept)
+        self.in_hand |= keep
         return adopted
 
 
@@ -12437,28 +12603,32 @@ def _event(
 
 
 class Workers:
-    """The pool: PI_CONCURRENCY threads that claim and run, and one janitor."""
+    """The pool: PI_CONCURRENCY threads that claim and run, one janitor, and one that
+    holds the engine to the rows."""
 
     def __init__(self, dispatcher: Dispatcher, store: Store, concurrency: int) -> None:
         self.dispatcher, self.store = dispatcher, store
         self._adopted: list[tuple[Claimed, Box, float]] = []
+        self._claiming = threading.Lock()
+        self._reconciled = threading.Event()
         self._stopping = threading.Event()
         self._was_full = False
         self._threads = [
             threading.Thread(target=self._work, name=f"worker-{i}", daemon=True)
             for i in range(1, concurrency + 1)
         ]
-        self._threads.append(
-            threading.Thread(target=self._tidy, name="janitor", daemon=True)
-        )
+        self._threads += [
+            threading.Thread(target=self._tidy, name="janitor", daemon=True),
+            threading.Thread(target=self._mind_engine, name="engine", daemon=True),
+        ]
 
     def start(self) -> None:
-        """Take this file for ourselves, reconcile, then claim.
+        """Take this file for ourselves; nothing is claimed before the reconcile.
 
-        Raises `ConfigError` when another worker has the file.
+        An engine that is away is waited for: deliveries are taken meanwhile. Raises
+        `ConfigError` when another worker has the file.
         """
         self._lock = worker_lock(self.store.path)
-        self._adopted = self.dispatcher.reconcile()
         for thread in self._threads:
             thread.start()
 
@@ -12468,12 +12638,14 @@ class Workers:
             self.dispatcher.stop_jobs.set()
         self.dispatcher.leaving.set()
         self._stopping.set()
+        self._reconciled.set()
         self.store.work.set()
         for thread in self._threads:
             thread.join(timeout=60)
         self._lock.close()
 
     def _work(self) -> None:
+        self._reconciled.wait()
         while not self._stopping.is_set():
             try:
                 if not self._one():
@@ -12491,9 +12663,11 @@ class Workers:
             return True
         if self._full():
             return False
-        claimed = self.store.claim(self.dispatcher.limits())
-        if claimed is None:
-            return False
+        with self._claiming:
+            claimed = self.store.claim(self.dispatcher.limits())
+            if claimed is None:
+                return False
+            self.dispatcher.in_hand.add(claimed.job.id)
         self.dispatcher.run(claimed)
         return True
 
@@ -12507,12 +12681,35 @@ class Workers:
             log_event("disk-low" if full else "disk-has-room", level, free=free)
         return full
 
-    def _tidy(self) -> None:
-        """Look at the engine; publish what is due, show that we live, sweep hourly."""
+    def _mind_engine(self) -> None:
+        """Reconcile before anything is claimed, look at the engine, then each hour."""
+        tries = 0
+        while not self._reconcile(quiet=tries % TOLD_EVERY > 0):
+            tries += 1
+            if self._stopping.wait(1.0):
+                return
+        self._reconciled.set()
         try:
             self.dispatcher.prove_isolation(self.dispatcher.settings)
         except PidispatchError as error:  # each job will look again and be refused
             log_event("isolation-not-proved", logging.ERROR, error=error)
+        while not self._stopping.wait(SWEEP_SECONDS):
+            self._reconcile(time.time() - STALE_SECONDS)
+
+    def _reconcile(self, before: float = float("inf"), quiet: bool = False) -> bool:
+        """Whether rows and engine agree now."""
+        try:
+            with self._claiming:
+                self._adopted += self.dispatcher.reconcile(before)
+        except Exception as error:  # the loop's edge: it is tried again
+            if not quiet:
+                log_event("not-reconciled", logging.ERROR, error=error)
+            return False
+        self.store.work.set()
+        return True
+
+    def _tidy(self) -> None:
+        """Publish what is due, show that we live, sweep hourly."""
         beaten = swept = -SWEEP_SECONDS
         while not self._stopping.wait(1.0):
             now = time.monotonic()
@@ -12900,7 +13097,6 @@ class Intake:
         self.own: dict[str, str | None] = {}
         #: Rung when something was parked.
         self.bell = threading.Event()
-        self._turns = tuple(threading.Lock() for _ in range(64))
 
     def receive(self, kind: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Verify, parse, match, `self`, authority, one transaction, answer.
@@ -12938,8 +13134,7 @@ class Intake:
         self._note_ending(delivery)
         if event.remember is None:
             return self._decide(delivery)
-        # of one item one after the other: each is compared with the one before
-        with self._turns[hash(delivery.target) % len(self._turns)]:
+        with self.store.group():  # each is compared with the one before
             return self._decide(self._compared(delivery))
 
     def _note_ending(self, delivery: Delivery) -> None:
@@ -12974,24 +13169,29 @@ class Intake:
         event = delivery.event
         if event.fault is not None:
             return self._dropped(delivery, event.fault)
-        if self.store.seen(event.forge, delivery.id, delivery.body_sha):
-            return self._known("duplicate")
         found = judge(self.triggers.rules, event, self.own.get(event.forge))
         if isinstance(found, Drop):
-            return self._dropped(delivery, found.reason)
+            return self._unwanted(delivery, found.reason)
         if event.incomplete:
             return self._park(delivery, found)
         word = self.forges[event.forge].authority(event)
         if word == "denied":
-            return self._dropped(delivery, "not-allowed")
+            return self._unwanted(delivery, "not-allowed")
         if word == "ask" or event.forge not in self.own:
             return self._park(delivery, found)
         return self._admit(delivery, found)
 
+    def _unwanted(self, delivery: Delivery, reason: str) -> Answer:
+        """Not for us, unless it once was: the rules have changed since."""
+        kind = delivery.event.forge
+        if self.store.seen(kind, delivery.id, delivery.body_sha):
+            return self._known("duplicate")
+        return self._dropped(delivery, reason)
+
     def _park(self, delivery: Delivery, match: Match) -> Answer:
         if not self.store.park(delivery, match):
             return self._known("duplicate")
-        self.bell.set()
+        self.store.then(self.bell.set)
         return Answer(202, {"status": "pending"})
 
     def _admit(self, delivery: Delivery, match: Match) -> Answer:
@@ -13030,6 +13230,7 @@ class Inbox:
 
     TICK = 0.5
     AT_ONCE = 4
+    TRIES_MIN = 10
     BACKOFF_LIMIT = 300.0
 
     def __init__(self, intake: Intake) -> None:
@@ -13159,7 +13360,8 @@ class Inbox:
             "authority-unknown", logging.WARNING, delivery=delivery.id, error=error
         )
         try:
-            if now - delivery.received >= DAY:
+            # a day of sleep alone is no day of trying
+            if now - delivery.received >= DAY and attempts >= self.TRIES_MIN:
                 self.store.settle(delivery.id, "authority-unknown")
             else:
                 delay = min(2.0 ** min(attempts, 16), self.BACKOFF_LIMIT)
@@ -13188,7 +13390,7 @@ class Poller:
         self.intake = intake
         self.store, self.clock = intake.store, intake.clock
         self.repos, self.interval = repos, interval
-        self._due: dict[Polled, float] = {}
+        self._asked: dict[Polled, tuple[float, float]] = {}
         self._names: dict[Polled, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
@@ -13214,9 +13416,12 @@ class Poller:
     def turn(self) -> None:
         """Look at every repository that is due."""
         for polled in self.repos:
-            if self.clock() >= self._due.get(polled, 0.0) and not self._stop.is_set():
+            asked, wait = self._asked.get(polled, (0.0, 0.0))
+            # before it was asked: the clock was set back
+            waits = 0 <= self.clock() - asked < wait
+            if not waits and not self._stop.is_set():
                 wait, trouble = self._look(polled)
-                self._due[polled] = self.clock() + max(self.interval, wait)
+                self._asked[polled] = (self.clock(), max(self.interval, wait))
                 self.store.set_flag(f"poll:{polled.repo}", trouble)
 
     def _look(self, polled: Polled) -> tuple[float, str]:
@@ -13299,9 +13504,10 @@ class Poller:
 
 
 class EdgeLimits(msgspec.Struct, frozen=True):
-    """Bounds of the receiver; seconds are totals by the wall clock."""
+    """Bounds of a server; seconds are totals by the wall clock."""
 
-    threads: int = 256
+    connections: int = 512
+    threads: int = 16
     backlog: int = 256
     line: int = 8_192
     head: int = 32_768
@@ -13310,9 +13516,11 @@ class EdgeLimits(msgspec.Struct, frozen=True):
     body_seconds: float = 30.0
     send_seconds: float = 10.0
     linger_seconds: float = 2.0
-    #: Bodies above `large` bytes are held by at most `larges` threads at once.
+    #: Bodies above `large` bytes are held by at most `larges` connections at once.
     large: int = 1024 * 1024
-    larges: int = 16
+    larges: int = 8
+    #: How often the deadlines are looked at.
+    tick: float = 0.1
 
 
 _METHODS = re.compile("GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|TRACE|CONNECT")
@@ -13324,6 +13532,8 @@ _ONCE = re.compile(
     r"signature|token|delivery|event|^(content-(length|type)|transfer-encoding|"
     r"authorization|expect|host|webhook-id|webhook-timestamp|idempotency-key)$"
 )
+#: What is read ahead of a request that is being answered.
+_READ_AHEAD = 65_536
 
 
 class Asked(NamedTuple):
@@ -13352,8 +13562,10 @@ class Reply(NamedTuple):
 class HttpServer:
     """An HTTP/1.1 server with everything bounded; a kind of it says what it serves.
 
-    `methods` names what a path takes (nothing: 404), `answer` answers one request
-    that came whole, `media_types` are the bodies it reads.
+    One thread moves the bytes of all connections (asyncio's loop), so that a slow
+    client holds a socket and nothing else. `methods` names what a path takes
+    (nothing: 404), `answer` answers one request that came whole, in a thread of a
+    small pool; `media_types` are the bodies it reads.
     """
 
     name: ClassVar[str]
@@ -13367,61 +13579,114 @@ class HttpServer:
         raise NotImplementedError
 
     def __init__(self, host: str, port: int, limits: EdgeLimits | None = None) -> None:
+        import socket
         from concurrent.futures import ThreadPoolExecutor
 
         self.limits = limits or EdgeLimits()
-        self.larges = threading.BoundedSemaphore(self.limits.larges)
         self.closing = False
-        #: Connections with nothing in progress, the longest idle first.
-        self.idle: dict[socket.socket, None] = {}
-        self._open: set[socket.socket] = set()
-        self._slots = threading.Semaphore(self.limits.threads)
+        self.open: set[_Conversation] = set()
+        #: Those whose (next) request has not come whole; the one that has been so
+        #: for longest first.
+        self.waiting: dict[_Conversation, None] = {}
+        #: How many hold a large body.
+        self.larges = 0
         self.pool = ThreadPoolExecutor(self.limits.threads, self.name)
-        self._server = _listen(self, host, port)
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name=self.name, daemon=True
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server(
+            (host, port), family=family, backlog=self.limits.backlog
         )
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def start(self) -> None:
+        import asyncio
+
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(self._failed)
+        opening = self.loop.create_server(
+            lambda: _Conversation(self),
+            sock=self._socket,
+            backlog=self.limits.backlog,
+        )
+        self._server = self.loop.run_until_complete(opening)
         self._thread.start()
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
 
     def stop(self, patience: float = 5.0) -> None:
         """Accept no more; let requests in progress end, up to `patience` seconds."""
-        self.closing = True
+        import asyncio
+
         if self._thread.is_alive():
-            _hang_up(self._server.socket)  # else it looks up every half second
-            self._server.shutdown()
-        self._server.server_close()
-        for waiting in tuple(self.idle):
-            _hang_up(waiting)
+            ending = self._end(patience)
+            asyncio.run_coroutine_threadsafe(ending, self.loop).result()
+            self.pool.shutdown()  # while there is a loop that takes its replies
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(5)
+        self._socket.close()
+
+    async def _end(self, patience: float) -> None:
+        import asyncio
+
+        self.closing = True
+        self._server.close()
+        for conversation in tuple(self.waiting):
+            if not conversation.buffer:
+                conversation.hang_up()
         end = time.monotonic() + patience
-        for _ in range(self.limits.threads):
-            self._slots.acquire(timeout=max(0.0, end - time.monotonic()))
-        for late in tuple(self._open):
-            _hang_up(late)
-        self.pool.shutdown()
+        while self.open and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        for conversation in tuple(self.open):
+            conversation.transport.abort()
+        await asyncio.sleep(0)
 
-    def admit(self, sock: socket.socket) -> bool:
-        """Wait for a free thread; the longest idle connection gives way for it."""
-        patience = 0.0
-        while not self._slots.acquire(timeout=patience):
-            if self.closing:
-                return False
-            for waiting in tuple(self.idle)[:1]:
-                _hang_up(waiting, 0)  # what it has just sent is still answered
-            patience = 0.5
-        self._open.add(sock)
-        return True
+    def _failed(self, _: Any, context: Mapping[str, Any]) -> None:
+        """What the loop itself met: no descriptor left for a connection, a bug."""
+        error = context.get("exception") or context["message"]
+        log_event(f"{self.name}-failed", logging.ERROR, error=error)
 
-    def dismiss(self, sock: socket.socket) -> None:
-        if sock in self._open:
-            self._open.remove(sock)
-            self._slots.release()
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for conversation in tuple(self.open):
+            conversation.look(now)
+        if self.open:
+            self.loop.call_later(self.limits.tick, self._tick)
+
+    def joined(self, conversation: _Conversation) -> None:
+        """Over the limit the one that has longest sent no whole request gives way."""
+        if not self.open:
+            self.loop.call_later(self.limits.tick, self._tick)
+        self.open.add(conversation)
+        self.waiting[conversation] = None
+        if len(self.open) > self.limits.connections:
+            next(iter(self.waiting)).hang_up()
+
+    def left(self, conversation: _Conversation) -> None:
+        self.open.discard(conversation)
+        self.waiting.pop(conversation, None)
+
+    def take(self, conversation: _Conversation, asked: Asked) -> None:
+        """Have the request answered; `conversation.go_on` gets the reply."""
+        answering = self.loop.run_in_executor(self.pool, self.reply, asked)
+        answering.add_done_callback(lambda done: conversation.go_on(done.result()))
+
+    def reply(self, asked: Asked) -> Reply:
+        try:
+            return self.answer(asked)
+        except Exception as error:
+            name = f"{self.name}-request-failed"
+            log_event(name, logging.ERROR, path=asked.path, error=error)
+            return Reply.of(_refusal(503))
 
 
 class Edge(HttpServer):
-    """The public receiver of deliveries."""
+    """The public receiver of deliveries.
+
+    What has come meanwhile is answered together, after one commit for all: the
+    rate is not bound by a wait for the disk, or a change of threads, for each.
+    """
 
     name = "edge"
     media_types = ("application/json", FORM_TYPE)
@@ -13436,6 +13701,7 @@ class Edge(HttpServer):
         self.routes = {f"/{kind}": kind for kind in hooked} | {"/healthz": ""}
         self.routes |= {f"{path}/": kind for path, kind in self.routes.items()}
         self.routes |= {path: k for k in hooked for path in intake.forges[k].aliases}
+        self._taken: list[tuple[_Conversation, Asked]] = []
         super().__init__(host, port, limits)
 
     def methods(self, path: str) -> tuple[str, ...]:
@@ -13450,63 +13716,24 @@ class Edge(HttpServer):
             return Reply.of(Answer(200, {"status": "ok"}))
         return Reply.of(self.intake.receive(kind, asked.headers, asked.body))
 
+    def take(self, conversation: _Conversation, asked: Asked) -> None:
+        if len(asked.body) > self.limits.large:  # takes too long for the others
+            super().take(conversation, asked)
+            return
+        if not self._taken:
+            self.loop.call_soon(self._answer_taken)
+        self._taken.append((conversation, asked))
 
-def _hang_up(sock: socket.socket, how: int = 2) -> None:
-    """Shut down receiving (0), sending (1) or both (2); it may be gone already."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(how)
-
-
-if TYPE_CHECKING:
-    from http.server import BaseHTTPRequestHandler
-    from socketserver import ThreadingTCPServer
-else:  # as slow to import as all else here: `_listen` puts it underneath
-    BaseHTTPRequestHandler = object
-
-
-def _listen(edge: HttpServer, host: str, port: int) -> ThreadingTCPServer:
-    """The library's server, with threads that are kept, and what each holds open.
-
-    HTTPServer itself would only add a look-up of the host's name.
-    """
-    from http.server import BaseHTTPRequestHandler
-    from socket import AF_INET, AF_INET6
-    from socketserver import ThreadingTCPServer
-
-    class Listener(ThreadingTCPServer):
-        allow_reuse_address = True
-        address_family = AF_INET6 if ":" in host else AF_INET
-        request_queue_size = edge.limits.backlog
-
-        def get_request(self) -> tuple[socket.socket, Any]:
-            try:
-                return super().get_request()
-            except OSError as error:
-                if not edge.closing:
-                    log_event("edge-failed", logging.ERROR, error=error)
-                    time.sleep(0.05)
-                raise
-
-        def verify_request(self, request: Any, client_address: Any) -> bool:
-            return edge.admit(request)
-
-        def process_request(self, request: Any, client_address: Any) -> None:
-            edge.pool.submit(self.process_request_thread, request, client_address)
-
-        def close_request(self, request: Any) -> None:
-            super().close_request(request)
-            edge.dismiss(request)
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            error = sys.exc_info()[1]
-            if not isinstance(error, OSError):  # gone, or reads too slowly
-                log_event("edge-failed", logging.ERROR, error=error)
-
-    class Conversation(_Conversation, BaseHTTPRequestHandler):
-        pass
-
-    Conversation.edge = edge
-    return Listener((host, port), Conversation)
+    def _answer_taken(self) -> None:
+        taken, self._taken = self._taken, []
+        asked = [one for _, one in taken]
+        try:
+            with self.intake.store.group():
+                replies = [self.reply(one) for one in asked]
+        except InfraError:  # nothing of it was done: each by itself
+            replies = [self.reply(one) for one in asked]
+        for (conversation, _), reply in zip(taken, replies, strict=True):
+            conversation.go_on(reply)
 
 
 class _Stop(Exception):
@@ -13518,118 +13745,189 @@ def _demand(holds: object, status: int) -> None:
         raise _Stop(status)
 
 
-class _Wire(io.RawIOBase):
-    """What a socket receives until a deadline, however many reads that takes."""
+if TYPE_CHECKING:
+    from asyncio import Protocol as AsyncioProtocol
+    from asyncio import Transport
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    #: A part of a conversation: it yields while it waits for what `_wait` names.
+    _Part = Generator[None, Any, T]
+else:  # as slow to import as all else here
+    AsyncioProtocol = object
+
+
+class _Conversation(AsyncioProtocol):
+    """One connection: a strict parse and plain answers.
+
+    `_script` is the conversation from its first byte to its last. `go_on` resumes
+    it when there is what it waits for: bytes, a reply, room to send, or its turn
+    for a large body; `look` when it has waited too long. (The library's parser
+    folds `//`, mends broken headers and knows another order of faults. It reads
+    headers as a mail: a second of CPU for 32 kB of `multipart` made for it.)
+    """
+
+    transport: Transport
+
+    def __init__(self, server: HttpServer) -> None:
+        self.server, self.limits = server, server.limits
+        self.buffer = bytearray()
+        self.eof = self.full = False
+        self.close_after = True
+        self.waits: Literal["bytes", "reply", "room", "turn"] = "bytes"
+        self.deadline = float("inf")
+        self._script = self._converse()
+
+    # -- what the loop tells ---------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.set_write_buffer_limits(0)  # told of every byte that waits
+        self.server.joined(self)
+        self.go_on()
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        if self.waits == "bytes":
+            self.go_on()
+        elif len(self.buffer) > _READ_AHEAD:
+            self.transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        self.eof = True
+        if self.waits == "bytes":
+            self.go_on()
+        return True  # it can still be answered
+
+    def pause_writing(self) -> None:
+        self.full = True
+
+    def resume_writing(self) -> None:
+        self.full = False
+        if self.waits == "room":
+            self.go_on()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.server.left(self)
+        self._script.close()
+
+    # -- how it goes on --------------------------------------------------------
+
+    def go_on(self, reply: Reply | None = None, *, late: bool = False) -> None:
+        try:
+            self._script.throw(_Stop(408)) if late else self._script.send(reply)
+        except StopIteration:
+            self.deadline = float("inf")
+            self.transport.close()
+        except Exception as error:
+            self.deadline = float("inf")
+            if not isinstance(error, OSError):  # the client is gone
+                log_event(f"{self.server.name}-failed", logging.ERROR, error=error)
+            self.transport.abort()
+
+    def look(self, now: float) -> None:
+        """See to it that it does not wait for ever."""
+        if now > self.deadline:
+            self.go_on(late=True)
+        elif self.waits == "turn":
+            self.go_on()
 
     def within(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
 
-    def readable(self) -> bool:
-        return True
+    def hang_up(self) -> None:
+        """Receive no more: what it has just sent is still answered."""
+        with contextlib.suppress(OSError):
+            self.transport.get_extra_info("socket").shutdown(0)
 
-    def readinto(self, buffer: Any) -> int:
-        left = self.deadline - time.monotonic()
-        _demand(left > 0, 408)
-        self.sock.settimeout(left)
+    def _wait(self, what: Literal["bytes", "reply", "room", "turn"]) -> _Part[Any]:
+        """Until there is that. Raises `_Stop` when the deadline passes first."""
+        self.waits = what
+        if what == "bytes" and not self.transport.is_reading():
+            self.transport.resume_reading()
+        found = yield
+        return found
+
+    def _converse(self) -> _Part[None]:
         try:
-            return self.sock.recv_into(buffer)
-        except TimeoutError:
-            raise _Stop(408) from None
-
-
-class _Conversation(BaseHTTPRequestHandler):
-    """One connection: the library's loop, dispatch and answers, and a strict parse."""
-
-    edge: HttpServer
-    raw_requestline: bytes
-    rfile: io.BufferedReader
-    protocol_version = request_version = "HTTP/1.1"
-    close_connection = True
-    wbufsize = -1  # one write: the parts of an answer cost 40 ms of delayed ACK
-    disable_nagle_algorithm = True
-
-    def setup(self) -> None:
-        super().setup()
-        self.limits = self.edge.limits
-        self.wire = _Wire(self.connection)
-        self.rfile = io.BufferedReader(self.wire, 65_536)
-
-    def handle(self) -> None:
-        self.wire.within(self.limits.head_seconds)
-        try:
-            self.handle_one_request()
-            while not self.close_connection and self._comes(self.limits.head_seconds):
-                self.wire.within(self.limits.head_seconds)
-                self.handle_one_request()
+            self.within(self.limits.head_seconds)
+            yield from self._request()
+            while not self.close_after and (yield from self._comes()):
+                self.within(self.limits.head_seconds)
+                yield from self._request()
         except _Stop as stop:
-            self._send(Reply.of(_refusal(*stop.args)))
-        finally:
-            _hang_up(self.connection, 1)
+            yield from self._send(Reply.of(_refusal(*stop.args)))
         # closing at once would reset the connection, and take the answer away from
         # a client that is still sending: read on for a moment
-        end = time.monotonic() + self.limits.linger_seconds
-        while self._comes(end - time.monotonic()):
-            self.rfile.read1()
+        self.server.waiting[self] = None
+        self.transport.write_eof()
+        self.within(self.limits.linger_seconds)
+        with contextlib.suppress(_Stop):
+            while not self.eof:
+                self.buffer.clear()
+                yield from self._wait("bytes")
 
-    def _comes(self, seconds: float) -> bool:
-        """Whether more comes; a connection that only waits for it may be ended."""
-        self.wire.within(seconds)
-        self.edge.idle[self.connection] = None
-        try:
-            return not self.edge.closing and bool(self.rfile.peek(1))
-        except _Stop:
-            return False
-        finally:
-            del self.edge.idle[self.connection]
+    def _comes(self) -> _Part[bool]:
+        """Whether another request comes."""
+        self.within(self.limits.head_seconds)
+        self.server.waiting[self] = None
+        with contextlib.suppress(_Stop):
+            while not (self.buffer or self.eof or self.server.closing):
+                yield from self._wait("bytes")
+        return bool(self.buffer) and not self.server.closing
 
-    def send_error(self, code: int, *_: Any) -> None:
-        """What the library itself refuses: a line without end, if not worse."""
-        self._check_line(self.raw_requestline.decode("latin-1"))
-        raise _Stop(code)
+    def _line(self, most: int) -> _Part[bytes]:
+        """Up to a line feed, the end of all, or `most` bytes."""
+        seen = 0
+        while (end := self.buffer.find(b"\n", seen, most) + 1) == 0:
+            seen = len(self.buffer)
+            if self.eof or seen >= most:
+                end = min(seen, most)
+                break
+            yield from self._wait("bytes")
+        line = bytes(self.buffer[:end])
+        del self.buffer[:end]
+        return line
 
-    def log_message(self, *_: Any) -> None:
-        """Nothing: what becomes of a delivery is logged where it is judged."""
+    # -- one request -------------------------------------------------------------
 
-    def parse_request(self) -> bool:
-        """Read line and headers by their strict forms.
-
-        The library's own folds `//`, mends broken headers and knows another order
-        of faults. It reads headers as a mail, which takes as long as all else here,
-        and a second of CPU for 32 kB of `multipart` made for it.
-        """
-        if self.raw_requestline == b"\r\n":  # one is forgiven (RFC 9112, 2.2)
-            self.raw_requestline = self.rfile.readline(65_537)
-        line = self.raw_requestline.decode("latin-1")
+    def _request(self) -> _Part[None]:
+        """Read line, headers and body by their strict forms; send the answer."""
+        first = yield from self._line(65_537)
+        if first == b"\r\n":  # one is forgiven (RFC 9112, 2.2)
+            first = yield from self._line(65_537)
+        line = first.decode("latin-1")
         self._check_line(line)
-        self.fields = self._headers()
+        self.fields = yield from self._headers()
         _demand(self.methods, 404)
         asked = self.fields.get("connection", "").lower()
-        self.close_connection = line.endswith("/1.0\r\n") or "close" in asked
-        return True
+        self.close_after = line.endswith("/1.0\r\n") or "close" in asked
+        if self.command == "GET":
+            # a body is not read
+            bodied = {"content-length", "transfer-encoding"} & self.fields.keys()
+            self.close_after |= bool(bodied)
+            yield from self._answer(b"")
+        else:
+            yield from self._post()
 
     def _check_line(self, line: str) -> None:
         """Find the route, or the first fault in the fixed order."""
         self.command, _, rest = line.partition(" ")
         self.path, _, self.query = rest.partition(" ")[0].partition("?")
-        self.methods = self.edge.methods(self.path)
-        self.allow = ", ".join(self.methods or ("GET", "POST"))
+        self.methods = self.server.methods(self.path)
+        self.allow = self.methods or ("GET", "POST")
         long = len(line) > self.limits.line
         _demand(_TOKEN.fullmatch(self.command), 400)
         _demand(_METHODS.fullmatch(self.command), 501)
-        _demand(self.command in self.allow.split(", "), 405)
+        _demand(self.command in self.allow, 405)
         _demand(_REQUEST_LINE.fullmatch(line), 414 if long else 400)
         _demand(" HTTP/1." in line, 505)
         _demand(not long, 414)
 
-    def _headers(self) -> dict[str, str]:
+    def _headers(self) -> _Part[dict[str, str]]:
         """The headers by lower-case name; of one that repeats, the last."""
         headers: dict[str, str] = {}
         room = self.limits.head
         for _ in range(self.limits.headers + 1):
-            line = self.rfile.readline(room)
+            line = yield from self._line(room)
             if line == b"\r\n":
                 return headers
             found = _HEADER_LINE.fullmatch(line.decode("latin-1"))
@@ -13641,59 +13939,74 @@ class _Conversation(BaseHTTPRequestHandler):
             headers[name] = found[2].strip(" \t")
         raise _Stop(431)
 
-    def do_GET(self) -> None:
-        if self.fields.keys() & {"content-length", "transfer-encoding"}:
-            self.close_connection = True  # a body that is not read
-        self._send(self._answer(b""))
-
-    def do_POST(self) -> None:
-        length = self.fields.get("content-length", "")
+    def _post(self) -> _Part[None]:
+        given = self.fields.get("content-length", "")
         media = self.fields.get("content-type", "").partition(";")[0].strip().lower()
         _demand("content-length" in self.fields, 411)
         _demand("transfer-encoding" not in self.fields, 411)
-        _demand(re.fullmatch("[0-9]+", length), 400)
-        _demand(len(length) < 19 and int(length) <= self.edge.most, 413)
-        _demand(media in self.edge.media_types, 415)
-        self.wire.within(self.limits.body_seconds)
-        with contextlib.ExitStack() as held:
-            if int(length) > self.limits.large:
-                free = self.edge.larges.acquire(timeout=self.limits.body_seconds)
-                _demand(free, 503)
-                held.callback(self.edge.larges.release)
-            self._send(self._answer(self._body(int(length))))
-
-    def _body(self, length: int) -> bytes:
-        if "expect" in self.fields:
-            self.handle_expect_100()
-            self.wfile.flush()
-        body = self.rfile.read(length)
-        _demand(len(body) == length, 400)
-        return body
-
-    def _answer(self, body: bytes) -> Reply:
-        asked = Asked(self.command, self.path, self.query, self.fields, body)
+        _demand(re.fullmatch("[0-9]+", given), 400)
+        _demand(len(given) < 19 and int(given) <= self.server.most, 413)
+        _demand(media in self.server.media_types, 415)
+        length = int(given)
+        self.within(self.limits.body_seconds)
+        if length <= self.limits.large:
+            return (yield from self._with_body(length))
+        yield from self._turn()
         try:
-            return self.edge.answer(asked)
-        except Exception as error:
-            name = f"{self.edge.name}-request-failed"
-            log_event(name, logging.ERROR, path=self.path, error=error)
-            return Reply.of(_refusal(503))
+            yield from self._with_body(length)
+        finally:
+            self.server.larges -= 1
 
-    def _send(self, answer: Reply) -> None:
-        self.close_connection |= answer.status >= 400 or self.edge.closing
-        self.send_response_only(answer.status, STATUS_WORDS[answer.status])
-        self.send_header("Content-Type", answer.media)
-        self.send_header("Content-Length", str(len(answer.body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        if answer.status == 405:
-            self.send_header("Allow", self.allow)
-        for name, value in answer.headers:
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(answer.body)
-        self.connection.settimeout(self.limits.send_seconds)
-        self.wfile.flush()
+    def _turn(self) -> _Part[None]:
+        """Be one of the few that hold a large body; the others wait unread."""
+        while self.server.larges >= self.limits.larges:
+            self.transport.pause_reading()
+            try:
+                yield from self._wait("turn")
+            except _Stop:
+                raise _Stop(503) from None
+        self.server.larges += 1
+
+    def _with_body(self, length: int) -> _Part[None]:
+        if "expect" in self.fields:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while len(self.buffer) < length:
+            _demand(not self.eof, 400)
+            yield from self._wait("bytes")
+        body = bytes(self.buffer[:length])
+        del self.buffer[:length]
+        yield from self._answer(body)
+
+    def _answer(self, body: bytes) -> _Part[None]:
+        asked = Asked(self.command, self.path, self.query, self.fields, body)
+        self.deadline = float("inf")
+        del self.server.waiting[self]
+        self.server.take(self, asked)
+        reply = yield from self._wait("reply")
+        yield from self._send(reply)
+
+    def _send(self, reply: Reply) -> _Part[None]:
+        """In one write: the parts of an answer cost 40 ms of delayed ACK."""
+        self.close_after |= reply.status >= 400 or self.server.closing
+        lines = [
+            f"HTTP/1.1 {reply.status} {STATUS_WORDS[reply.status]}",
+            f"Content-Type: {reply.media}",
+            f"Content-Length: {len(reply.body)}",
+            *(f"{name}: {value}" for name, value in reply.headers),
+        ]
+        if self.close_after:
+            lines.append("Connection: close")
+        if reply.status == 405:
+            lines.append(f"Allow: {', '.join(self.allow)}")
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        self.transport.write(head + reply.body)
+        self.within(self.limits.send_seconds)
+        try:
+            while self.full:
+                yield from self._wait("room")
+        except _Stop:  # it does not read
+            self.eof = self.close_after = True
+            self.transport.abort()
 
 
 # =============================================================================
@@ -13780,6 +14093,7 @@ class Worker:
         *,
         engine: Engine | None = None,
         clock: Clock = time.time,
+        steady: Clock = time.monotonic,
     ) -> None:
         self.settings = settings
         self.forges = forges_of(settings, clock=clock)
@@ -13797,6 +14111,7 @@ class Worker:
             self.engine,
             self.forges,
             clock=clock,
+            steady=steady,
             limits=lambda: self.limits.value,
         )
         self.workers = Workers(dispatcher, self.store, settings.concurrency)
@@ -15006,10 +15321,6 @@ def _stale(settings: Settings, now: float) -> Iterator[tuple[DockerEngine, str]]
         yield from ((engine, job) for job in engine.stale(keep, before))
 
 
-#: A container this old belongs to no check and to no record that is being written.
-STALE_SECONDS = 900
-
-
 def _check_stale(settings: Settings, now: float, checks: list[Check]) -> None:
     jobs = [job for _, job in _stale(settings, now)]
     if jobs:
@@ -15580,7 +15891,7 @@ class Panel(HttpServer):
             )
         self._guessing = threading.Lock()
         self._compared: dict[str, tuple[object, Comparison]] = {}
-        bounds = EdgeLimits(threads=32)
+        bounds = EdgeLimits(connections=64)
         super().__init__(settings.panel_bind, settings.panel_port, bounds)
 
     # --- who may
@@ -15832,8 +16143,9 @@ class Service(Worker):
         *,
         engine: Engine | None = None,
         clock: Clock = time.time,
+        steady: Clock = time.monotonic,
     ) -> None:
-        super().__init__(settings, triggers, engine=engine, clock=clock)
+        super().__init__(settings, triggers, engine=engine, clock=clock, steady=steady)
         self.intake = Intake(
             forges=self.forges,
             triggers=self.triggers,

@@ -5260,6 +5260,9 @@ class ProcessBox:
             self._command(), env=self._environment(), stdout=self._log
         )
 
+    def started(self) -> bool:
+        return hasattr(self, "_runner")
+
     def _command(self) -> list[str]:
         agent = f"{shlex.quote(sys.executable)} -I {shlex.quote(str(_OWN_FILE))} agent"
         command = [sys.executable, "-I", str(self._image / "runner.py"), "--pi", agent]
@@ -5371,7 +5374,7 @@ class ProcessEngine:
     def adopt(self, job: str) -> pidispatch.Box | None:
         return None
 
-    def sweep(self, keep: frozenset[str]) -> int:
+    def sweep(self, keep: frozenset[str], before: float) -> int:
         return 0
 
     def isolates(self, proven: str | None) -> str | None:

@@ -206,7 +206,10 @@ USERNAME, PASSWORD = "PI_GIT_USERNAME", "PI_GIT_PASSWORD"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """job.json, version 1. `deadline` is in unix seconds; `branch` is the local one."""
+    """job.json, version 1. `branch` is the local one.
+
+    `deadline` is in monotonic time, because somebody may set the clock.
+    """
 
     job_id: str
     target: str
@@ -220,7 +223,7 @@ class Job:
     token: str
     models: Mapping[str, object]
     max_turns: int
-    deadline: int
+    deadline: float
     exclude_tools: tuple[str, ...]
     fork_join: bool
     session: str | None  # "new", "resumed", or none is kept
@@ -344,7 +347,7 @@ def read_job(path: Path) -> Job:
         token=_text(source, "gate.token"),
         models=_value(source, "models", dict),
         max_turns=_number(source, "maxTurns"),
-        deadline=_number(source, "deadline"),
+        deadline=_number(source, "deadline") - time.time() + time.monotonic(),
         exclude_tools=_tools(source),
         fork_join=_value(source, "forkJoin", bool),
         session=_session(source),
@@ -426,7 +429,7 @@ def read_inputs(places: Places) -> Job:
     job = read_job(places.job / "job.json")
     check_files(job, places)
     check_model(job, places.rules / "models.json")
-    if time.time() >= job.deadline:
+    if time.monotonic() >= job.deadline:
         raise Refused("timeout", "the deadline had passed before the start")
     return job
 
@@ -1023,7 +1026,7 @@ def reason_to_stop(job: Job, tally: Tally, stop: Stop) -> Ending | None:
         return Ending.TURNS
     if tally.settled_at and time.monotonic() - tally.settled_at > SETTLED_GRACE:
         return Ending.ITSELF  # done, but something holds it: not the turn's business
-    if time.time() >= job.deadline:
+    if time.monotonic() >= job.deadline:
         return Ending.DEADLINE
     return None
 
@@ -1520,12 +1523,11 @@ def hand_out_session(job: Job, places: Places) -> None:
 
 
 def prepare(job: Job, places: Places, stop: Stop) -> None:
-    until = time.monotonic() + max(0.0, job.deadline - time.time())
-    limit = Limit(until, stop)
+    limit = Limit(job.deadline, stop)
     if not job.in_place:
         check_out(job, places, limit)
     write_home(job, places)
-    gate_until = min(until, time.monotonic() + GATE_WAIT)
+    gate_until = min(job.deadline, time.monotonic() + GATE_WAIT)
     wait_for_gate(job.gate, Limit(gate_until, stop))
     if stop.at is not None:
         raise Stopped

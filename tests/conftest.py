@@ -276,6 +276,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bench-json", type=Path, help="file for the bench's table")
     parser.addoption("--rounds", type=int, default=5, help="kills of the torture")
     parser.addoption("--seed", help="of the torture, to repeat it")
+    parser.addoption("--load-seconds", type=int, default=8, help="of the steady load")
 
 
 BENCH = pytest.StashKey[Table]()

@@ -198,6 +198,11 @@ class FakeBox:
             raise self.engine.start_error
         self.engine.inputs.append(dict(inputs))
 
+    def started(self) -> bool:
+        if self.engine.unknown:
+            raise self.engine.unknown.pop()
+        return self.engine.started
+
     def wait(self, seconds: int) -> bool:
         self.engine.waited()
         return self.engine.ends.is_set()
@@ -235,6 +240,9 @@ class FakeEngine:
     inputs: list[dict[str, Any]] = field(default_factory=list)
     running: dict[str, FakeBox] = field(default_factory=dict)
     start_error: Exception | None = None
+    #: What the engine says of a start that failed, and how often it does not say.
+    started: bool = False
+    unknown: list[Exception] = field(default_factory=list)
     ends: threading.Event = field(default_factory=threading.Event)
     models: dict[str, Any] = field(default_factory=dict)
     gate_stands: bool = True
@@ -264,7 +272,7 @@ class FakeEngine:
     def disk(self) -> Path | None:
         return None
 
-    def sweep(self, keep: frozenset[str]) -> int:
+    def sweep(self, keep: frozenset[str], before: float) -> int:
         self.log.append(f"sweep {sorted(keep)}")
         return 0
 
@@ -375,6 +383,7 @@ def bench(
         engine,
         {"github": forge},  # type: ignore[dict-item]
         clock=clock,
+        steady=clock,
         new_token=lambda: "token",
     )
 
@@ -897,6 +906,104 @@ def test_a_container_that_does_not_start_gives_its_slot_back(bench: Bench) -> No
     assert bench.engine.log[-1] == "remove"
 
 
+def test_a_start_whose_answer_was_lost_is_paid_for_once(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """T35: the engine is asked before anything is said to have never started."""
+    bench.engine.start_error = OSError("read timed out")
+    bench.engine.started = True
+    bench.engine.unknown = [pidispatch.InfraError("away")] * 3
+    bench.engine.exits.append(OK)
+    monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
+    [run] = bench.run()
+    assert run.state == "completed"
+    assert (bench.used(), bench.engine.log.count("start")) == (1, 1)
+    assert "job-start-unanswered" in caplog.text
+    assert caplog.text.count("waiting-for-machine") == 1, "not once a second"
+
+
+def test_an_adopted_job_that_vanishes_before_its_record_never_runs_again(
+    bench: Bench,
+) -> None:
+    """T37: its row says from the adoption on that it runs."""
+    bench.maker.admit(bench.store)
+    claimed = bench.store.claim()
+    assert claimed
+    bench.store.start(claimed, CAPS)
+    box = FakeBox(bench.engine, None)  # type: ignore[arg-type]
+    bench.engine.running[claimed.job.id] = box
+    assert bench.dispatcher.reconcile()
+    bench.dispatcher.in_hand.clear()  # and we are killed again
+    bench.engine.running.clear()
+    assert bench.dispatcher.reconcile() == []
+    [run] = bench.store.runs(9)
+    assert (run.state, run.reason) == ("failed", "lost")
+    assert bench.used() == 1
+
+
+def test_a_reconcile_beside_work_leaves_jobs_in_hand_alone(bench: Bench) -> None:
+    bench.maker.admit(bench.store, 2)
+    hand, other = bench.store.claim(), bench.store.claim()
+    assert hand and other
+    for claimed in (hand, other):
+        bench.store.start(claimed, CAPS)
+        bench.store.running(claimed)
+    bench.dispatcher.in_hand.add(hand.job.id)
+    assert bench.dispatcher.reconcile() == []
+    ends = {run.id: (run.state, run.reason) for run in bench.store.runs(9)}
+    assert ends[hand.job.id] == ("running", None)
+    assert ends[other.job.id] == ("failed", "lost")
+    assert bench.engine.log == [f"sweep {[hand.job.id]}"]
+
+
+def test_an_engine_that_is_away_at_the_start_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is claimed before rows and engine agree; deliveries are taken."""
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    away = [pidispatch.InfraError("no engine")] * 3
+    reconcile = bench.dispatcher.reconcile
+
+    def shaky(before: float) -> Any:
+        assert not pool._reconciled.is_set()
+        if away:
+            raise away.pop()
+        return reconcile(before)
+
+    monkeypatch.setattr(bench.dispatcher, "reconcile", shaky)
+    waits = iter([False, False, False, True])
+    monkeypatch.setattr(pool._stopping, "wait", lambda seconds: next(waits))
+    pool._mind_engine()
+    assert pool._reconciled.is_set()
+    assert caplog.text.count("not-reconciled") == 1
+
+
+def test_rows_and_engine_are_compared_every_hour(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T39; what is young may be a check's own."""
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    waited: list[float] = []
+    before: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        waited.append(seconds)
+        return len(waited) > 2
+
+    monkeypatch.setattr(pool._stopping, "wait", wait)
+    monkeypatch.setattr(
+        bench.dispatcher, "reconcile", lambda until: before.append(until) or []
+    )
+    pool._mind_engine()
+    assert set(waited) == {3_600}
+    first, *hourly = before
+    assert first == float("inf") and len(hourly) == 2
+    young = time.time() - pidispatch.STALE_SECONDS
+    assert all(abs(until - young) < 60 for until in hourly)
+
+
 def test_infra_is_retried_once_after_a_minute_and_keeps_both_slots(
     bench: Bench,
 ) -> None:
@@ -1146,7 +1253,9 @@ def test_the_newest_job_is_stopped_before_the_disk_is_full_and_older_ones_go_on(
     one, two = bench.store.claim(), bench.store.claim()
     assert one and two
     old, new = (
-        pidispatch.Attempt(claimed, bench.dispatcher.settings, "", started_at=at)
+        pidispatch.Attempt(
+            claimed, bench.dispatcher.settings, "", started_at=at, began=at
+        )
         for claimed, at in ((one, bench.clock() - 9), (two, bench.clock()))
     )
     for attempt in (old, new):
@@ -1163,7 +1272,7 @@ def test_the_start_of_a_worker_says_that_the_engine_does_not_isolate(
     bench.engine.isolation = None
     pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
     pool._stopping.set()
-    pool._tidy()
+    pool._mind_engine()
     assert "isolation-not-proved" in caplog.text
     assert bench.engine.looks == 1
 
@@ -1615,16 +1724,34 @@ def engine_on(api: StubApi) -> pidispatch.DockerEngine:
     return engine
 
 
-@pytest.mark.parametrize(
-    ("state", "adopted"), [("created", False), ("running", True), ("exited", True)]
-)
+NEVER, ONCE = "0001-01-01T00:00:00Z", "2026-01-01T00:00:00.1Z"
+
+
+@pytest.mark.parametrize(("started", "adopted"), [(NEVER, False), (ONCE, True)])
 def test_a_container_that_was_made_but_never_started_is_not_adopted(
-    state: str, adopted: bool
+    started: str, adopted: bool
 ) -> None:
-    """T37: a crash between create and start loses no job and keeps no slot."""
-    row = {"State": state, "Labels": {pidispatch.LABEL + "attempt": "1"}}
-    engine = engine_on(StubApi(containers=[row]))
-    assert (engine.adopt("gh-a") is not None) == adopted
+    """T37: a crash between create and start loses no job and keeps no slot. It is
+    removed: the start may still be on its way to the engine."""
+    row = {"Labels": {pidispatch.LABEL + "attempt": "1"}}
+    state = {"State": {"StartedAt": started}}
+    api = StubApi(containers=[row], inspect_container=state, remove_container=None)
+    assert (engine_on(api).adopt("gh-a") is not None) == adopted
+    removals = [named for name, _, named in api.asked if name == "remove_container"]
+    assert removals == ([] if adopted else [{"v": True}]), "and never by force"
+
+
+def test_a_container_that_starts_while_it_is_removed_is_asked_after_again() -> None:
+    import docker
+    import requests
+
+    answer = requests.Response()
+    answer.status_code = 409
+    busy = docker.errors.APIError("it is running", answer)
+    state = {"State": {"StartedAt": NEVER}}
+    engine = engine_on(StubApi(inspect_container=state, remove_container=busy))
+    with pytest.raises(pidispatch.InfraError):
+        pidispatch.DockerBox(engine, "gh-a", 1).started()
 
 
 def test_the_log_of_a_container_that_is_gone_is_empty_and_holds_up_no_worker() -> None:

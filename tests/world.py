@@ -72,6 +72,8 @@ class World:
     settings: pidispatch.Settings
     docker: Any = None
     clock: Any = time.time
+    #: What nobody sets; a clock of the test's own is both unless it says otherwise.
+    steady: Any = None
     service: pidispatch.Service | None = None
     sent: int = field(default=0)
     name: str = field(default_factory=lambda: pidispatch.random_hex(4))
@@ -110,6 +112,8 @@ class World:
             self.root / "triggers.json",
             engine=engine,
             clock=self.clock,
+            steady=self.steady
+            or (time.monotonic if self.clock is time.time else self.clock),
         )
         if self.docker:
             self._note_lives(service.engine)

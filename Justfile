@@ -30,9 +30,9 @@ binary:
     .ci/binary
     PIDISPATCH_BINARY=dist/pidispatch pytest -q tests/test_binary.py -m binary
 
-# Measurements; they take the machine for themselves.
-bench pairs="20":
-    pytest tests/bench -m bench --bench-pairs={{ pairs }}
+# Measurements against peers, and one table (docs/benchmarks.md).
+bench pairs="20" *arguments:
+    pytest tests/bench -m bench --bench-pairs={{ pairs }} {{ arguments }}
 
 # Kill the service again and again under load, on the real engine; half an hour or so.
 torture rounds="200":

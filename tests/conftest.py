@@ -286,10 +286,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[BENCH] = Table()
 
 
-@pytest.fixture(scope="session")
-def table(request: pytest.FixtureRequest) -> Table:
+@pytest.fixture
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     """Where a measurement puts its rows; printed when all is measured."""
-    return request.config.stash[BENCH]
+    table = request.config.stash[BENCH]
+    yield table
+    table.check()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

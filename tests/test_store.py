@@ -68,7 +68,8 @@ def test_the_same_delivery_again_is_a_duplicate_also_after_the_job_and_a_restart
 #: Those with a row for every job of a month.
 LARGE = re.compile(
     "SCAN (deliveries|jobs|other|runs|windows|ledger|comments)"
-    "(?! USING (COVERING )?INDEX (jobs_queued|jobs_open|deliveries_pending))"
+    "(?! USING (COVERING )?INDEX "
+    "(jobs_queued|jobs_cancelled|jobs_open|deliveries_pending))"
 )
 
 
@@ -115,6 +116,29 @@ def test_what_the_service_does_all_the_time_reads_no_whole_table(
         if LARGE.match(row["detail"])
     }
     assert found == {}
+
+
+def test_a_long_queue_costs_a_paused_worker_nothing(store: Store, maker: Maker) -> None:
+    """It looks at the queue at every delivery, also at those that only wait."""
+
+    def steps() -> int:
+        counted = 0
+
+        def count() -> None:
+            nonlocal counted
+            counted += 1
+
+        store._read.set_progress_handler(count, 1)
+        assert store.claim() is None
+        store._read.set_progress_handler(None, 1)
+        return counted
+
+    store.pause()
+    maker.admit(store, target=pidispatch.Target("issue", 1))
+    short = steps()
+    for number in range(2, 50):
+        maker.admit(store, target=pidispatch.Target("issue", number))
+    assert steps() == short > 0
 
 
 def test_one_signed_body_under_a_new_id_is_a_duplicate(

@@ -24,6 +24,7 @@ from typing import Any
 #: The issue number in the body that each request replaces by its own.
 NUMBER = b"7654321"
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
+_WORD = re.compile(rb'"status": ?"(\w+)"')
 _ANSWER = b"HTTP/1.1 202 Accepted\r\nContent-Length: 2\r\n\r\n{}"
 
 
@@ -104,7 +105,9 @@ class Load:
         self.buffers[of] += got
         if whole(self.buffers[of]):
             self.took.append(time.perf_counter() - self.sent.pop(of))
-            self.answers[self.buffers[of][9:12].decode()] += 1
+            word = _WORD.search(self.buffers[of])
+            status = self.buffers[of][9:12] + (b" " + word[1] if word else b"")
+            self.answers[status.decode()] += 1
             self.send(of)
 
 

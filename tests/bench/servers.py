@@ -68,12 +68,13 @@ def until_listening(port: int, of: subprocess.Popen[bytes], log: Path) -> None:
 
 @dataclass
 class Server:
-    """One to send to. `kept` is how many jobs it has, None for one that keeps none."""
+    """One to send to: what it says to a new delivery, and how many it has kept."""
 
     name: str
     port: int
     process: subprocess.Popen[bytes]
-    kept: Callable[[], int | None] = lambda: None
+    word: str = "202 queued"
+    kept: Callable[[], int] | None = None
 
     def settle(self) -> None:
         """Wait for what it still runs after its answers: the next one's turn comes."""
@@ -88,12 +89,12 @@ def started(
     root: Path,
     command: Callable[[int], Sequence[object]],
     environ: Mapping[str, str] | None = None,
-    kept: Callable[[], int | None] = lambda: None,
+    **server: Any,
 ) -> Iterator[Server]:
     port, log = free_port(), root / f"{name}.log"
     with process(log, command(port), environ) as running:
         until_listening(port, running, log)
-        yield Server(name, port, running, kept)
+        yield Server(name, port, running, **server)
 
 
 # -- ours ----------------------------------------------------------------------
@@ -144,7 +145,16 @@ def pidispatch_serve(
     log = root / "serve.log"
     with process(log, command, settings) as running:
         until_listening(port, running, log)
-        yield Server("pidispatch", port, running, kept)
+        until_proven(pidispatch.Reader(db))
+        yield Server("pidispatch", port, running, kept=kept)
+
+
+def until_proven(reader: pidispatch.Reader) -> None:
+    """At its first start it looks with a container whether the engine isolates."""
+    deadline = time.monotonic() + 60
+    while reader.flag("isolation") is None:
+        assert time.monotonic() < deadline, "the engine was not proved to isolate"
+        time.sleep(0.05)
 
 
 NO_CAPS = pidispatch.Caps(None, None, None, "UTC")
@@ -183,7 +193,7 @@ def webhook(root: Path) -> Iterator[Server]:
         where = ("-ip", "127.0.0.1", "-port", port, "-urlprefix", "")
         return (program, "-hooks", root / "hooks.json", *where)
 
-    with started("webhook", root, command) as server:
+    with started("webhook", root, command, word="200") as server:
         yield server
 
 
@@ -231,7 +241,7 @@ def ceiling(root: Path) -> Iterator[Server]:
     def command(port: int) -> Sequence[object]:
         return (sys.executable, load.__file__, "ceiling", port)
 
-    with started("ceiling", root, command) as server:
+    with started("ceiling", root, command, word="202") as server:
         yield server
 
 

@@ -28,37 +28,42 @@ class Row:
 class Table:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    regressions: list[str] = field(default_factory=list)
 
     def at_least(
         self, wanted: float, gross: float, measure: str, *series: Series, unit: str
     ) -> None:
-        """Ours must be `wanted` times the peer's; below `gross` the test fails."""
+        """Ours must be `wanted` times the peer's; below `gross` the bench fails."""
         ratio = self._compare(measure, series, unit, f"≥ {wanted}", wanted.__le__)
-        assert ratio >= gross, f"{measure}: {ratio:.2f} x the peer's"
+        self._judge(ratio >= gross, f"{measure}: {ratio:.2f} x the peer's")
 
     def at_most(
         self, wanted: float, gross: float, measure: str, *series: Series, unit: str
     ) -> None:
-        """Ours may be `wanted` times the peer's; above `gross` the test fails."""
+        """Ours may be `wanted` times the peer's; above `gross` the bench fails."""
         ratio = self._compare(measure, series, unit, f"≤ {wanted}", wanted.__ge__)
-        assert ratio <= gross, f"{measure}: {ratio:.2f} x the peer's"
+        self._judge(ratio <= gross, f"{measure}: {ratio:.2f} x the peer's")
 
-    def limit(self, wanted: float, gross: float, measure: str, ours: float, unit: str):
-        """A figure with a limit of its own and no peer."""
-        self.rows.append(
-            Row(measure, ours, None, None, f"≤ {wanted} {unit}", ours <= wanted, unit)
-        )
-        assert ours <= gross, f"{measure}: {ours:.1f} {unit}"
-
-    def show(
-        self, measure: str, ours: Series, peer: Series | None = None, *, unit: str
+    def limit(
+        self, wanted: float, gross: float, measure: str, ours: float, unit: str
     ) -> None:
-        """A figure of which nothing is wanted, to read the others by."""
-        if peer:
-            self._compare(measure, (ours, peer), unit, "", None)
-        else:
-            middle = statistics.median(ours)
-            self.rows.append(Row(measure, middle, None, None, "", None, unit))
+        """A figure with a limit of its own and no peer."""
+        said, met = f"≤ {wanted} {unit}", ours <= wanted
+        self.rows.append(Row(measure, ours, None, None, said, met, unit))
+        self._judge(ours <= gross, f"{measure}: {ours:.1f} {unit}")
+
+    def _judge(self, passes: bool, words: str) -> None:
+        if not passes:
+            self.regressions.append(words)
+
+    def check(self) -> None:
+        """Fail, once all is in the table, for what is far from what it was."""
+        found, self.regressions = self.regressions, []
+        assert not found, "; ".join(found)
+
+    def show(self, measure: str, *series: Series, unit: str) -> None:
+        """A comparison of which nothing is wanted, to read the others by."""
+        self._compare(measure, series, unit, "", None)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -89,7 +94,8 @@ class Table:
         return "\n".join([*shown, *(f"* {note}" for note in self.notes)])
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+        kept = {"rows": [asdict(row) for row in self.rows], "notes": self.notes}
+        path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
 
 
 def _cells(row: Row) -> tuple[str, ...]:

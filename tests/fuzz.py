@@ -892,8 +892,8 @@ class Findings:
         frames = traceback.extract_tb(error.__traceback__)[-3:]
         where = [f"{Path(f.filename).name}:{f.lineno}" for f in frames]
         said = str(error) if isinstance(error, AssertionError) else ""
-        words = (*case.words[:2], type(error).__name__, *where, said[-200:])
-        key = re.sub(r"(?<!:)\d+", "", " ".join(words))  # but for the lines
+        said = re.sub(r"\d+", "", said)[-200:]
+        key = " ".join((*case.words[:2], type(error).__name__, *where, said))
         self.seen[key] = self.seen.get(key, 0) + 1
         if self.seen[key] > 1:
             return

@@ -433,10 +433,12 @@ def test_40_bodies_of_25_mib_at_once_are_taken_in_bounded_memory(
             sender.join(60)
         took = time.monotonic() - began
     peak = server.status("VmHWM") / 1024
-    print(f"40 bodies of 25 MiB: {took:.1f} s, VmHWM {peak:.0f} MiB")
+    left = server.status("VmRSS") / 1024
+    print(f"40 bodies: {took:.1f} s, VmHWM {peak:.0f} MiB, then {left:.0f} MiB")
     assert sorted(found) == [[200]] * 38 + [[202]] * 2, "two bodies, 38 times again"
     honest.within(5.0, "40 bodies of 25 MiB")
-    assert peak < 16 * 25 * 2 + 200
+    assert peak < 16 * 25 + 250
+    assert left < 250, "it is given back"
 
 
 # -- many clients that are wrong ------------------------------------------------------

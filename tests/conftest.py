@@ -240,6 +240,15 @@ def job_image() -> str:
     return JOB_IMAGE
 
 
+@pytest.fixture
+def serving(tmp_path: Path, docker_client: Any) -> Iterator[Any]:
+    """`pidispatch serve` as a process on the real engine, and the world around it."""
+    import serving
+
+    with serving.served(tmp_path, docker_client) as made:
+        yield made
+
+
 # pytest-docker brings up the services of docker-compose.yml for `docker` tests.
 
 
@@ -277,6 +286,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=5, help="kills of the torture")
     parser.addoption("--seed", help="of the torture, to repeat it")
     parser.addoption("--load-seconds", type=int, default=8, help="of the steady load")
+    parser.addoption("--stopped", default=4, help="seconds that our process is stopped")
+    parser.addoption("--jobs", type=int, default=8, help="jobs one after another")
+    parser.addoption("--at-once", type=int, default=10, help="jobs at the same time")
 
 
 BENCH = pytest.StashKey[Table]()

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 from conftest import FakeClock
 from relay import Fault, Relay
+from serving import Serving
 from test_outcomes import (
     BEGIN,
     CALL,
@@ -32,7 +35,9 @@ from test_outcomes import (
     build_image,
     said,
 )
-from world import World
+from test_torture import judge, settle
+from test_worker import Running
+from world import COMMIT, World, bash, say
 from world import world as make_world
 
 import pidispatch
@@ -370,3 +375,110 @@ def test_a_service_that_starts_before_its_engine_takes_deliveries_and_adopts(
     assert shaky.calls(running) == shaky.calls(late) == 1
     assert world.nothing_left()
     assert "job-adopted" in shaky.told.of(running.job)
+
+
+# -- the clock is set, the machine sleeps --------------------------------------------
+
+
+def put_off(shaky: Shaky) -> Run:
+    """A job that waits because its container could not be created."""
+    shaky.relay.judge = lambda line: "lost" if "/containers/create" in line else None
+    run = shaky.begin(DONE)
+    shaky.world.wait_for(lambda: "job-trouble" in shaky.told.of(run.job), PATIENCE)
+    shaky.world.wait_for(lambda: run.row_.state == "queued", PATIENCE)
+    shaky.relay.judge = lambda line: None
+    return run
+
+
+def test_a_clock_that_is_set_while_a_job_runs_ends_nothing_and_doubles_nothing(
+    shaky: Shaky,
+) -> None:
+    """T35. A step ahead is also what a machine that slept sees: its own time stood."""
+    world = shaky.world
+    world.steady = time.monotonic
+    world.start()
+    running = shaky.begin(UNTIL_GO)
+    running.ready()
+    runs = [running]
+    for hours in (1, 24, -1, -24):
+        late = put_off(shaky)  # by a minute of the clock before the step
+        shaky.clock.pass_(hours * 3600)
+        world.store.work.set()
+        world.wait([late.job], PATIENCE)
+        runs.append(late)
+    assert running.row_.state == "running", "its time is not over"
+    shaky.go(running)
+    world.wait([running.job], PATIENCE)
+    for run in runs:
+        assert world.record(run.job).outcome == "completed"
+        assert booked(run)[-1][0] == "kept"
+        assert shaky.calls(run) == 1
+    assert world.nothing_left()
+
+
+# -- our own process is stopped ------------------------------------------------------
+
+
+@pytest.fixture
+def slow(serving: Serving) -> Serving:
+    """Jobs of a few seconds, of which the engine's own events are noted."""
+    steps = [bash(f"sleep 3; {COMMIT}"), say()]
+    serving.model.set_scripts([{"match": "", "steps": steps}])
+    threading.Thread(target=serving.watch, daemon=True).start()
+    return serving
+
+
+def runs_now(serving: Serving) -> bool:
+    if not serving.db.exists():
+        return False
+    return bool(serving.rows("SELECT 1 FROM jobs WHERE state = 'running'"))
+
+
+def until(what: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def test_a_process_that_is_stopped_and_goes_on_starts_no_second_container(
+    slow: Serving, request: pytest.FixtureRequest
+) -> None:
+    """T35: the job ends meanwhile, and another worker is refused all the time."""
+    slow.start()
+    slow.deliver("pi:fix")
+    until(lambda: runs_now(slow))
+    slow.signal(signal.SIGSTOP)
+    with Running(slow.root, "worker", PI_DB=str(slow.db)) as second:
+        assert second.ended() == 2
+        assert "another worker holds" in "".join(second.told)
+    time.sleep(float(request.config.getoption("--stopped")))
+    slow.signal(signal.SIGCONT)
+    slow.deliver("pi:fix")
+    settle(slow)
+    assert slow.end() == 0
+    judge(slow)
+
+
+def test_a_term_leaves_containers_to_the_next_start_and_stop_jobs_ends_them(
+    slow: Serving,
+) -> None:
+    """T37; 30-jobs, recovery."""
+    slow.start()
+    slow.deliver("pi:fix")
+    until(lambda: runs_now(slow))
+    assert slow.end() == 0
+    assert runs_now(slow) and slow.left(), "it goes on without us"
+    slow.start()
+    settle(slow)
+    assert slow.end() == 0
+    judge(slow)
+    assert "job-adopted" in (slow.root / "serve.log").read_text()
+    slow.start("--stop-jobs")
+    slow.deliver("pi:fix")
+    until(lambda: runs_now(slow))
+    assert slow.end() == 0
+    assert slow.left() == []
+    ends = slow.rows("SELECT json_extract(record, '$.reason') FROM runs ORDER BY rowid")
+    assert ends[-1] == ("shutdown",)
+    assert slow.rows("SELECT DISTINCT state FROM ledger") == [("kept",)]

@@ -807,6 +807,77 @@ def test_every_state_in_the_sql_stands_in_the_vocabulary() -> None:
     assert written <= known, written - known
 
 
+# -- a clock that is set ----------------------------------------------------------
+
+HOUR, DAY = 3_600.0, 86_400.0
+back = pytest.mark.parametrize("step", [HOUR, DAY], ids=["an hour", "a day"])
+
+
+@back
+def test_nothing_waits_for_a_clock_that_was_set_back_to_be_there_again(
+    store: Store, maker: Maker, clock: FakeClock, step: float
+) -> None:
+    """Jobs, tellings and deliveries whose next try was noted before the step."""
+    maker.admit(store)
+    job = claimed(store)
+    store.defer(job, clock() + 60)
+    maker.admit(store, target=pidispatch.Target("issue", 8))
+    told = claimed(store)
+    store.refuse(told, record_of(told), pidispatch.Notice("refused", "no", "m"))
+    store.postpone_notice(told.job.id, clock() + 900)
+    waiting = maker.delivery("d")
+    match = pidispatch.Match(maker.rule(), "fix-issue", "pi:urgent")
+    assert store.park(waiting, match)
+    store.postpone(waiting.id, clock() + 300)
+    limited = maker.delivery("l", target=pidispatch.Target("issue", 9))
+    jobs = maker.jobs(limited.event)
+    store._write(lambda db: pidispatch._put_limited(db, jobs[0], clock()))
+    store.postpone_limited(limited.id, clock() + 900)
+    for due in (store.due_notices, store.due_limited):
+        assert due() == []
+    assert store.claim() is None and store.due_pending(clock()) == []
+    clock.pass_(-step)
+    assert claimed(store).job.id == job.job.id
+    assert [job.id for job, *_ in store.due_notices()] == [told.job.id]
+    assert [job.set for job, _ in store.due_limited()] == [limited.id]
+    assert [row[0].id for row in store.due_pending(clock())] == [waiting.id]
+
+
+def test_no_try_is_put_off_longer_than_a_set_clock_can_be_told_by() -> None:
+    waits = (
+        pidispatch.RETRY_SECONDS,
+        pidispatch.DEFER_MAX_SECONDS,
+        pidispatch.PUBLISH_WAIT_MAX,
+        pidispatch.Inbox.BACKOFF_LIMIT,
+    )
+    assert max(waits) <= pidispatch.WAIT_MAX
+
+
+@back
+def test_a_target_is_not_limited_by_deliveries_of_a_clock_that_was_ahead(
+    store: Store, maker: Maker, clock: FakeClock, step: float
+) -> None:
+    first = maker.delivery()
+    assert store.admit(first, maker.jobs(first.event), 1).status == "queued"
+    clock.pass_(-step - 1)
+    second = maker.delivery()
+    assert store.admit(second, maker.jobs(second.event), 1).status == "queued"
+    third = maker.delivery(target=pidispatch.Target("issue", 7), when=clock() - 900)
+    assert store.admit(third, maker.jobs(third.event), 1).status == "rate-limited"
+
+
+@back
+def test_a_poll_finds_the_event_of_a_webhook_that_came_before_the_clock_was_set(
+    store: Store, maker: Maker, clock: FakeClock, step: float
+) -> None:
+    """T17: one event is one run, whatever our clock says."""
+    at = clock() - 5
+    assert maker.admit(store, delivery="webhook", when=at).status == "queued"
+    clock.pass_(-step)
+    polled = f"{pidispatch.POLLED}1"
+    assert maker.admit(store, delivery=polled, when=at).status == "coalesced"
+
+
 # -- files of earlier versions (tests/versions) -----------------------------------
 
 VERSIONS = sorted((Path(__file__).parent / "versions").glob("*.sql"))

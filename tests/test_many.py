@@ -1,0 +1,126 @@
+"""Many jobs, one after another and at once: what they leave is nothing.
+
+A few by default; issue-sized with `--jobs 100 --at-once 40`, which `just many` does.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_outcomes import BEGIN, END, HELLO, build_image, said
+from world import World
+from world import world as make_world
+
+import pidispatch
+
+pytestmark = pytest.mark.docker
+
+IMAGE = f"pidispatch-test/many:{pidispatch.random_hex(4)}"
+UNTIL_GO = "echo ready; until [ -e /tmp/go ]; do sleep 0.2; done"
+
+
+@pytest.fixture
+def many(tmp_path: Path, docker_client: Any, job_image: str) -> Iterator[World]:
+    build_image(docker_client, IMAGE, job_image)
+    with make_world(tmp_path, docker_client) as world:
+        world.change(
+            job_image=IMAGE, gate_image=job_image, daily_cap=1_000, job_memory="64m"
+        )
+        yield world
+        world.stop(end_jobs=True)
+        store = pidispatch.Store(world.settings.db)
+        pidispatch.DockerEngine(world.settings, store.instance()).sweep(frozenset())
+        store.close()
+    docker_client.remove_image(IMAGE, force=True)
+
+
+def rule(world: World, program: str) -> None:
+    world.rules({"instructions": f"{BEGIN}\n{program}; {said(0)}\n{END}"})
+
+
+def label_new(world: World, number: int) -> str:
+    world.repo.add_issue(number, title=f"job {number}")
+    [job] = world.label(number)
+    return job
+
+
+def footprint(world: World) -> dict[str, int]:
+    """Descriptors, threads, MiB and files of ours, beside what a job is to leave."""
+    state = world.settings.state_dir
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    kept = state / "bundles"
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - no Path's
+        "threads": threading.active_count(),
+        "MiB": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
+        "files": sum(kept not in path.parents for path in state.rglob("*")),
+    }
+
+
+def test_jobs_one_after_another_leave_nothing(
+    many: World, request: pytest.FixtureRequest
+) -> None:
+    """Issue 7, show 7."""
+    count = int(request.config.getoption("--jobs"))
+    many.change(concurrency=1)
+    rule(many, HELLO)
+    many.start()
+    for number in range(100, 104):  # what is made once is made
+        many.wait([label_new(many, number)], 120)
+    before, began = footprint(many), time.monotonic()
+    for number in range(200, 200 + count):
+        [row] = many.wait([label_new(many, number)], 120)
+        assert row.state == "completed"
+    assert many.nothing_left()
+    after = footprint(many)
+    print(f"{count} jobs in {time.monotonic() - began:.0f} s: {before} -> {after}")
+    for what, most in {"descriptors": 4, "threads": 2, "files": 0, "MiB": 8}.items():
+        assert after[what] <= before[what] + most, what
+    bundles = [path for path in (many.settings.state_dir / "bundles").rglob("*.*")]
+    assert len(bundles) == count + 4, "and of each job its comment"
+
+
+def test_jobs_at_once_have_networks_of_their_own_and_leave_none(
+    many: World, request: pytest.FixtureRequest
+) -> None:
+    """Issue 7, show 7."""
+    count = int(request.config.getoption("--at-once"))
+    many.change(concurrency=count)
+    rule(many, UNTIL_GO)
+    many.start()
+    began = time.monotonic()
+    jobs = [label_new(many, number) for number in range(100, 100 + count)]
+    many.wait_for(lambda: len(many.containers()) == count, 300)
+    print(f"{count} at once after {time.monotonic() - began:.0f} s")
+    addresses = {
+        network["IPAddress"]
+        for box in many.containers()
+        for network in box["NetworkSettings"]["Networks"].values()
+    }
+    assert len(addresses) == count
+    many.go(*many.containers())
+    assert {row.state for row in many.wait(jobs, 300)} == {"completed"}
+    assert many.nothing_left()
+
+
+def test_forty_networks_of_jobs_are_had_at_once(many: World) -> None:
+    many.start()
+    assert many.service
+    engine: Any = many.service.engine
+    free = engine.free_subnets()
+    names = [f"many-{number}" for number in range(40)]
+    made = {
+        engine.create_job_network(
+            pidispatch.network_name(name), engine.labels(name, 1, "network")
+        )
+        for name in names
+    }
+    assert len(made) == 40 and free - engine.free_subnets() >= 40
+    assert engine.sweep(frozenset()) >= 40
+    assert many.nothing_left()

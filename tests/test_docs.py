@@ -226,7 +226,13 @@ def test_every_command_that_any_text_names_exists() -> None:
 
 
 #: Options of other programs that the pages speak of.
-FOREIGN = {"--force-with-lease", "--internal", "--list", "--no-install-recommends"}
+FOREIGN = {
+    "--bench-json",
+    "--force-with-lease",
+    "--internal",
+    "--list",
+    "--no-install-recommends",
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -38,6 +38,14 @@ bench pairs="20":
 torture rounds="200":
     pytest -s tests/test_torture.py --rounds={{ rounds }}
 
+# A hundred jobs one after another and forty at once, on the real engine; ten minutes.
+many jobs="100" at_once="40":
+    pytest -s tests/test_many.py --jobs={{ jobs }} --at-once={{ at_once }}
+
+# Stop, kill and start again an engine of its own under jobs, as root; some minutes.
+engine:
+    pytest -m engine tests/test_engine_restart.py
+
 # Write anew what the documents take from the code, and the golden prompts.
 docs:
     UPDATE_GOLDEN=1 pytest -q tests/test_docs.py tests/test_prompts.py

@@ -46,6 +46,14 @@ load seconds="60":
 fuzz minutes="60" *arguments:
     python tests/fuzz_long.py --minutes {{ minutes }} {{ arguments }}
 
+# A hundred jobs one after another and forty at once, on the real engine; ten minutes.
+many jobs="100" at_once="40":
+    pytest -s tests/test_many.py --jobs={{ jobs }} --at-once={{ at_once }}
+
+# Stop, kill and start again an engine of its own under jobs, as root; some minutes.
+engine:
+    pytest -m engine tests/test_engine_restart.py
+
 # Write anew what the documents take from the code, and the golden prompts.
 docs:
     UPDATE_GOLDEN=1 pytest -q tests/test_docs.py tests/test_prompts.py

@@ -8737,6 +8737,13 @@ class DockerEngine:
             self._local.api = client
         return client
 
+    def hang_up(self) -> None:
+        """Close the client of a thread that ends: its sockets lie in a cycle, and would
+        stay open until the collector comes by."""
+        if client := getattr(self._local, "api", None):
+            client.close()
+            del self._local.api
+
     @property
     def endpoint(self) -> str:
         """Where the engine is asked; contexts of the CLI count for nothing."""
@@ -9137,6 +9144,8 @@ class DockerBox:
             self.start_gate()
         except Exception as error:  # raised again in the job's own thread
             self._gate_error = error
+        finally:
+            self.engine.hang_up()
 
     def start_gate(self) -> None:
         """Create on the outer network, connect to the job's, start, say the line.
@@ -9175,7 +9184,8 @@ class DockerBox:
             api.start(self.gate)
             _send(socket, line + b"\n")
         finally:
-            socket.close()
+            # the SDK hangs the answer to the socket, which alone closes both
+            getattr(socket, "_response", socket).close()
 
     def tend(self) -> bool:
         """Whether the gate stands; one that died is started again, once.

@@ -212,14 +212,20 @@ def rate(do: Callable[[Any], object], items: Sequence[Any], workers: int) -> flo
     return len(items) / seconds
 
 
+def warming(count: int) -> int:
+    """How many come before the clock starts: caches fill, compilers compile."""
+    return 16 + count // 10
+
+
 def main(kind: str, folder: str, workers: int, count: int) -> None:
     make, dedups = KINDS[kind]
     queue = make(Path(folder))
-    items = [queue.item(number) for number in range(count + 50)]
-    rate(queue.put, items[:50], workers)  # warm
-    put = rate(queue.put, items[50:], workers)
+    warm = warming(count)
+    items = [queue.item(number) for number in range(warm + count)]
+    rate(queue.put, items[:warm], workers)
+    put = rate(queue.put, items[warm:], workers)
     assert queue.put(items[0]) is not dedups, "a duplicate is told where it says so"
-    rate(lambda _: queue.take(), range(50), workers)
+    rate(lambda _: queue.take(), range(warm), workers)
     take = rate(lambda _: queue.take(), range(count), workers)
     print(json.dumps({"put": put, "take": take}))
 

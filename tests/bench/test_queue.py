@@ -19,7 +19,7 @@ from table import Table
 
 pytestmark = pytest.mark.bench
 
-SHORT, LONG = 80, 1500
+SHORT, LONG = 48, 1500
 BULLMQ = "BullMQ"
 #: What a peer does of ours; the table says so beside its name.
 WORDS = {
@@ -36,7 +36,7 @@ class Bench:
     def __init__(self, root: Path, redis: int) -> None:
         self.root, self.redis, self.turn = root, redis, 0
         self.jobs = root / "jobs.json"
-        jobs = [queues.Peer().item(number) for number in range(LONG + 50)]
+        jobs = [queues.Peer().item(number) for number in range(2 * LONG)]
         self.jobs.write_text(json.dumps(jobs))
         self.environ = {**os.environ, "PYTHONPATH": str(ROOT)}
 

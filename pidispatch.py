@@ -11018,6 +11018,9 @@ DEFER_MAX_SECONDS = 600
 DISK_FLOOR, DISK_STOP = 1 * 2**30, 256 * 2**20
 #: Each beat is a durable write, so it is rare.
 HEARTBEAT_SECONDS = 15.0
+#: The least between two looks of a worker that finds nothing to do: a flood of
+#: deliveries that start nothing would be looked at one by one.
+BREATH_SECONDS = 0.02
 #: How often it is said that an engine or a disk is still away, in seconds.
 TOLD_EVERY = 60
 SWEEP_SECONDS = 3_600.0
@@ -12761,11 +12764,10 @@ class Workers:
         while not self._stopping.is_set():
             try:
                 if not self._one():
+                    self._stopping.wait(BREATH_SECONDS)
                     self.store.work.wait(1.0)
                     self.store.work.clear()
-            except (
-                Exception
-            ) as error:  # the loop's edge: a worker outlives its troubles
+            except Exception as error:  # the loop's edge: it outlives its troubles
                 log_event("worker-trouble", logging.ERROR, error=error)
                 self._stopping.wait(1.0)
 
@@ -12780,6 +12782,7 @@ class Workers:
             if claimed is None:
                 return False
             self.dispatcher.in_hand.add(claimed.job.id)
+        self.store.work.set()  # for the next worker, should there be more
         self.dispatcher.run(claimed)
         return True
 

@@ -13631,6 +13631,9 @@ class EdgeLimits(msgspec.Struct, frozen=True):
     body_seconds: float = 30.0
     send_seconds: float = 10.0
     linger_seconds: float = 2.0
+    #: Bodies above this are never judged where all others wait: a comment can be
+    #: made to take half a second.
+    quick: int = 40_960
     #: Bodies above `large` bytes are held by at most `larges` connections at once.
     large: int = 1024 * 1024
     larges: int = 8
@@ -13832,7 +13835,7 @@ class Edge(HttpServer):
         return Reply.of(self.intake.receive(kind, asked.headers, asked.body))
 
     def take(self, conversation: _Conversation, asked: Asked) -> None:
-        if len(asked.body) > self.limits.large:  # takes too long for the others
+        if len(asked.body) > self.limits.quick:
             super().take(conversation, asked)
             return
         if not self._taken:

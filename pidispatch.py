@@ -13721,12 +13721,12 @@ class HttpServer:
 
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._failed)
+        # to asyncio the backlog is also how often it tries, and fails, before it waits
         opening = self.loop.create_server(
-            lambda: _Conversation(self),
-            sock=self._socket,
-            backlog=self.limits.backlog,
+            lambda: _Conversation(self), sock=self._socket, backlog=1
         )
         self._server = self.loop.run_until_complete(opening)
+        self._socket.listen(self.limits.backlog)
         self._thread.start()
 
     def _run(self) -> None:
@@ -13763,7 +13763,8 @@ class HttpServer:
     def _failed(self, _: Any, context: Mapping[str, Any]) -> None:
         """What the loop itself met: no descriptor left for a connection, a bug."""
         error = context.get("exception") or context["message"]
-        log_event(f"{self.name}-failed", logging.ERROR, error=error)
+        if not self.closing:
+            log_event(f"{self.name}-failed", logging.ERROR, error=error)
 
     def _tick(self) -> None:
         now = time.monotonic()

@@ -833,13 +833,16 @@ def test_a_failing_accept_is_logged_and_tried_again(
     edge: Edge, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("pidispatch"), "propagate", True)
+    health = b"GET /healthz HTTP/1.1\r\n\r\n"
     with Raw(edge) as raw, monkeypatch.context() as full:
+        raw.send(health)
+        assert raw.answer()[0] == 200
 
         def accept(_: socket.socket) -> object:
             raise OSError(24, "too many open files")
 
         full.setattr(socket.socket, "accept", accept)
-        raw.send(b"GET /healthz HTTP/1.1\r\n\r\n")
+        raw.send(health)
         late = Raw(edge)
         assert until(
             lambda: any(r.getMessage() == "edge-failed" for r in caplog.records)

@@ -325,10 +325,10 @@ def test_an_engine_that_goes_and_comes_back_loses_no_running_job(
 ) -> None:
     """T37; what is delivered meanwhile is taken, and runs afterwards."""
     world, relay = shaky.world, shaky.relay
+    monkeypatch.setattr(pidispatch, "ENGINE_SECONDS", 10)
     world.start()
     running = shaky.begin(UNTIL_GO)
     running.ready()
-    monkeypatch.setattr(pidispatch, "ENGINE_SECONDS", 2)  # of clients that are new
     relay.flowing.clear() if how == "hangs" else relay.leave()
     late = shaky.begin(DONE)
     world.wait_for(lambda: "job-trouble" in shaky.told.of(late.job), PATIENCE)

@@ -837,7 +837,7 @@ def test_without_a_public_url_a_polled_label_becomes_two_requests(
         assert answer.status_code == 404
         world.wait_for(lambda: world.store.polls())
         demo.labeled_payload(world.repo, 7, "pi:urgent", "maintainer")
-        service.poller._due.clear()
+        service.poller._asked.clear()
         jobs = world.wait_for(lambda: [run.id for run in world.store.runs(9)])
         rows = world.wait(jobs)
         assert [row.state for row in rows] == ["completed", "completed"]

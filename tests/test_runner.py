@@ -763,11 +763,22 @@ def test_the_deadline_holds_inside_the_box_and_saves_the_work(
 ) -> None:
     ready = box.path / "ready"
     box.script(sh("echo late > late.txt"), {"ready": str(ready)}, {"hang": 60})
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 3600 * ready.exists())
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 3600 * ready.exists())
     ended = box.run()
     assert (ended.code, ended.exit["reason"]) == (2, "timeout")
     assert box.result().text("late.txt") == "late"
+
+
+def test_a_clock_that_is_set_moves_no_deadline(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = box.path / "ready"
+    box.script({"ready": str(ready)}, sh("sleep 1; echo done > done.txt"), DONE)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 86_400 * ready.exists())
+    assert box.run().code == 0
+    assert box.result().text("done.txt") == "done"
 
 
 VERDICTS = [

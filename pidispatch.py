@@ -7149,8 +7149,7 @@ class Store(Controls):
         finally:
             self._mine.group = None
             if group.begun:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
+                self._roll_back()
                 self._turn.release()
         for effect in group.then:
             effect()
@@ -7175,6 +7174,14 @@ class Store(Controls):
             if isinstance(error, sqlite3.Error):
                 raise _unwritten(error) from error
             raise
+
+    def _roll_back(self) -> None:
+        """End what is left of a transaction; a disk that is gone may not let us."""
+        import sqlite3
+
+        with contextlib.suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
 
     def _take_turn(self) -> None:
         self._turn.acquire()
@@ -7236,8 +7243,7 @@ class Store(Controls):
                     ask.answer[:] = [_in_savepoint(connection, ask.do)]
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+            self._roll_back()
             for ask in asks:
                 ask.answer[:] = [error]
 

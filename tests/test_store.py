@@ -8,6 +8,7 @@ import re
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -513,6 +514,77 @@ def test_records_hold_no_text_and_all_keys_in_their_order() -> None:
 
 
 # -- the file -----------------------------------------------------------------
+
+
+def test_a_group_is_one_commit_with_its_effects_after_it(
+    store: Store, maker: Maker
+) -> None:
+    seen: list[int] = []
+    with store.group():
+        for name in "ab":
+            target = pidispatch.Target("issue", ord(name))
+            assert maker.admit(store, delivery=name, target=target).status == "queued"
+        assert maker.admit(store, delivery="a").status == "duplicate", "it sees its own"
+        store.then(lambda: seen.append(len(other_looks(store))))
+        assert other_looks(store) == []
+        assert not store.work.is_set()
+    assert seen == [2]
+    assert store.work.is_set()
+
+
+def other_looks(store: Store) -> list[str]:
+    """What another thread sees."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: sorted(store.open_jobs())).result()
+
+
+def test_nothing_of_a_group_with_a_bad_write_is_done(
+    store: Store, maker: Maker
+) -> None:
+    """T35: not even the good writes before it, or after it."""
+    with pytest.raises(pidispatch.InfraError), store.group():
+        maker.admit(store, delivery="good")
+        with contextlib.suppress(pidispatch.InfraError):
+            store._write(lambda db: db.execute("INSERT INTO jobs (id) VALUES ('half')"))
+        with contextlib.suppress(pidispatch.InfraError):
+            maker.admit(store, delivery="late")
+    assert other_looks(store) == []
+    assert not store.work.is_set()
+    assert maker.admit(store, delivery="good").status == "queued"
+
+
+def test_an_error_inside_a_group_undoes_it_and_lets_others_write(
+    store: Store, maker: Maker
+) -> None:
+    with pytest.raises(ZeroDivisionError), store.group():
+        maker.admit(store, delivery="good")
+        raise ZeroDivisionError
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(store.pause).result(5)
+    assert other_looks(store) == []
+
+
+def test_a_rollback_that_fails_keeps_nobody_from_writing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T37: a disk that went away may let us do nothing at all."""
+
+    class Gone:
+        in_transaction = True
+
+        def execute(self, sql: str, *_: object) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+    real = store._connection
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_connection", Gone())
+        with pytest.raises(pidispatch.InfraError, match="disk I/O"):
+            store.pause()
+        with pytest.raises(pidispatch.InfraError, match="disk I/O"), store.group():
+            store.pause()
+    assert store._connection is real
+    store.pause()
+    assert store.flag("paused")
 
 
 def test_writers_share_a_commit_and_a_bad_write_spoils_only_itself(

@@ -251,13 +251,13 @@ def pushes(world: World) -> list[str | None]:
     return [row.token for row in rows]
 
 
-# -- show 2: two branches, two requests, told once ----------------------------------
+# -- two branches, two requests, told once ----------------------------------
 
 
 def test_two_replicas_push_and_open_requests_themselves_and_the_host_marks_them(
     opened: Open, case: ForgeCase
 ) -> None:
-    """Show 2: and redelivery and coalescing hold per replica as they do otherwise."""
+    """Redelivery and coalescing hold per replica as they do otherwise."""
     world = opened(capture_logs=True)
     world.rules({"kind": case.kind, "publish": "agent", "replicas": 2})
     # the first forgets its marker, the second bears it as the prompt says
@@ -339,7 +339,7 @@ def test_a_plain_job_uses_the_request_that_is_open_and_leaves_no_trace_of_the_to
     assert len(world.comments()) == 1
 
 
-# -- show 5: a request's head, shared ------------------------------------------------
+# -- a request's head, shared ------------------------------------------------
 
 ENTER = """
 git fetch -q origin topic; git rev-parse FETCH_HEAD > /tmp/old
@@ -357,7 +357,7 @@ said="replica $i of 2: push ended $pushed"
 def test_two_runs_race_on_one_request_and_the_loser_is_reported_not_lost(
     opened: Open, case: ForgeCase
 ) -> None:
-    """Show 5, T48: no branch, no marker, nothing forced; the refused work is kept."""
+    """T48: no branch, no marker, nothing forced; the refused work is kept."""
     world = opened()
     world.repo.commit("topic", {"spoon.txt": "bent\n"}, "Bend")
     pull = world.repo.open_pull("topic", title="Bend", body="Please look.")

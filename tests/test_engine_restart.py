@@ -116,7 +116,7 @@ def daemon(request: pytest.FixtureRequest, docker_client: Any) -> Iterator[Daemo
 def test_an_engine_that_is_started_again_under_a_job_is_paid_for_once(
     daemon: Daemon, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 7, show 3: with live-restore the job goes on, else its end is recorded."""
+    """T37: with live-restore the job goes on, else its end is recorded."""
     monkeypatch.setenv("DOCKER_HOST", daemon.host)
     monkeypatch.setattr("test_faults.PROGRAMS", [HOLDS])
     clock, told = FakeClock(), Told()

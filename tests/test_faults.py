@@ -299,9 +299,29 @@ def test_the_hourly_look_removes_what_a_lost_answer_left(
     leftover = runs["the removal is lost"]
     assert any(leftover.box in name for name in world.left_in_engine())
     assert world.service
-    world.service.workers._reconcile(time.time() + 60)
+    with strangers(world.docker) as names:
+        world.service.workers._reconcile(time.time() + 60)
+        left = world.docker.volumes(filters={"name": "pi-job-stranger"})["Volumes"]
+        assert sorted(volume["Name"] for volume in left) == names
+        assert len(world.docker.networks(names=["pi-job-stranger"])) == len(names)
     assert world.left_in_engine() == []
     assert "reconciled" in shaky.told.of()
+
+
+@contextlib.contextmanager
+def strangers(docker: Any) -> Iterator[list[str]]:
+    """Volumes and networks named as ours are: one without a label, one of another."""
+    name, made = "pi-job-stranger", []
+    other = {f"{pidispatch.LABEL}{what}": "another" for what in ("instance", "job")}
+    try:
+        for n, labels in enumerate(({}, other)):
+            made.append(docker.create_volume(f"{name}-{n}", labels=labels)["Name"])
+            docker.create_network(f"{name}-{n}", labels=labels)
+        yield made
+    finally:
+        for each in made:
+            docker.remove_volume(each)
+            docker.remove_network(each)
 
 
 # -- the engine hangs, refuses, is away ---------------------------------------------

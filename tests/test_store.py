@@ -674,7 +674,7 @@ def folder(path: Path) -> dict[str, bytes]:
 def test_a_file_of_a_newer_version_is_refused_and_left_alone(
     tmp_path: Path, clock: FakeClock, journal: str
 ) -> None:
-    """Issue 7, show 8: byte for byte, and with nothing beside it."""
+    """Byte for byte, and with nothing beside it."""
     path = tmp_path / "q.db"
     Store(path, clock).close()
     with contextlib.closing(sqlite3.connect(path)) as db:
@@ -976,7 +976,7 @@ def test_there_is_a_file_of_every_version() -> None:
 def test_a_file_of_an_earlier_version_opens_keeps_its_rows_and_works(
     tmp_path: Path, clock: FakeClock, maker: Maker, version: int
 ) -> None:
-    """Issue 7, show 8."""
+    """The queue of one version is the queue of the next."""
     path = file_of(tmp_path / "q.db", version)
     store = Store(path, clock)
     rows = {run.id: (run.state, run.reason) for run in store.runs(9)}

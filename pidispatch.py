@@ -12824,7 +12824,8 @@ class Workers:
                 self._adopted += self.dispatcher.reconcile(before)
         except Exception as error:  # the loop's edge: it is tried again
             if not quiet:
-                log_event("not-reconciled", logging.ERROR, error=error)
+                fix = getattr(error, "fix", None)  # no job starts until then
+                log_event("not-reconciled", logging.ERROR, error=error, fix=fix)
             return False
         self.store.work.set()
         return True

@@ -186,12 +186,6 @@ MISTAKES: list[tuple[str, dict[str, str], int, str]] = [
         2,
         "set PANEL_TOKEN",
     ),
-    (
-        "serve",
-        {"WEBHOOK_SECRET": "s", "PI_PORT": "0", "PI_PANEL_PORT": "0"},
-        1,
-        "start the Docker Engine",
-    ),
     # the engine
     ("verify-image pi-job", {}, 1, "start the Docker Engine"),
     ("verify-image pi-job", {"DOCKER_HOST": "tcp://h:99999"}, 1, "DOCKER_HOST"),
@@ -234,6 +228,30 @@ def test_a_dotenv_that_is_no_text_is_a_wrong_setting(folder: Path) -> None:
     result = cli("status")
     assert result.exit_code == 2
     assert ".env cannot be read" in result.output
+
+
+def test_serve_without_an_engine_says_so_and_takes_deliveries_meanwhile(
+    folder: Path,
+) -> None:
+    environ = {
+        "DOCKER_HOST": NO_ENGINE,
+        "WEBHOOK_SECRET": "s",
+        "PI_PORT": "0",
+        "PI_PANEL_PORT": "0",
+        "XDG_DATA_HOME": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
+    program = (sys.executable, "-c", "import pidispatch; pidispatch.main()", "serve")
+    with subprocess.Popen(
+        program, env=environ, cwd=folder, stderr=subprocess.PIPE, text=True
+    ) as serve:
+        assert serve.stderr
+        told = next(line for line in serve.stderr if "not-reconciled" in line)
+        assert "start the Docker Engine" in told
+        assert serve.poll() is None
+        serve.terminate()
+        assert "Traceback" not in serve.stderr.read()
+    assert serve.returncode == 0
 
 
 def test_a_port_in_use_is_named(folder: Path) -> None:

@@ -9251,12 +9251,14 @@ class DockerBox:
         """Whether the job container ever ran. One that did not is removed, so that it
         never will: a start whose answer was lost may still be under way.
 
-        Not by force: the engine refuses that for a container that runs after all.
+        Not by force: the engine refuses that for a container that runs after all. A
+        stranger's container that has the name is none of ours.
         """
         import docker
 
         with engine_answers():
-            state = self._state()
+            ours = self.engine._list({"job": self.job, "role": "job"})
+            state = self._state() if ours else None
             if state is None or not state["StartedAt"].startswith(_NEVER):
                 return state is not None
             with contextlib.suppress(docker.errors.NotFound):
@@ -13728,15 +13730,15 @@ class HttpServer:
 
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._failed)
+        self._thread.start()
+
+    def _run(self) -> None:
         # to asyncio the backlog is also how often it tries, and fails, before it waits
         opening = self.loop.create_server(
             lambda: _Conversation(self), sock=self._socket, backlog=1
         )
         self._server = self.loop.run_until_complete(opening)
         self._socket.listen(self.limits.backlog)
-        self._thread.start()
-
-    def _run(self) -> None:
         self.loop.run_forever()
         self.loop.close()
 

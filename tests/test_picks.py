@@ -137,7 +137,7 @@ def test_polling_sees_a_merge_and_a_close_as_well(tmp_path: Path) -> None:
             here.forge.end(
                 here.repo, number(here, index), how, "maintainer", SECRET, "unsent"
             )
-        poller._due.clear()
+        poller._asked.clear()
         poller.turn()
         picked = [here.record(job).picked for job in jobs]
         assert picked == ["merged", "closed", None]

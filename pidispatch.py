@@ -13789,7 +13789,9 @@ class HttpServer:
         self.open.add(conversation)
         self.waiting[conversation] = None
         if len(self.open) > self.limits.connections:
-            next(iter(self.waiting)).hang_up()
+            slowest = next(iter(self.waiting))
+            del self.waiting[slowest]  # the next one's turn is another's
+            slowest.hang_up()
 
     def left(self, conversation: _Conversation) -> None:
         self.open.discard(conversation)
@@ -14108,7 +14110,7 @@ class _Conversation(AsyncioProtocol):
     def _answer(self, body: bytes) -> _Part[None]:
         asked = Asked(self.command, self.path, self.query, self.fields, body)
         self.deadline = float("inf")
-        del self.server.waiting[self]
+        self.server.waiting.pop(self, None)
         self.server.take(self, asked)
         reply = yield from self._wait("reply")
         yield from self._send(reply)

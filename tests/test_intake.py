@@ -747,9 +747,11 @@ def test_slow_connections_give_way_when_there_are_too_many(world: World) -> None
     ):
         threads = threading.active_count()
         slow = [stack.enter_context(Raw(edge)) for _ in range(6)]
+        began = time.monotonic()
         for raw in slow:
             raw.send(b"POST /gith")
         assert until(lambda: len(edge.open) <= 3)
+        assert time.monotonic() - began < 5, "long before their time is over"
         assert threading.active_count() == threads
         assert ask(edge, post())[0] == 200
 

@@ -255,7 +255,9 @@ def test_each_acknowledgement_follows_a_sync_of_its_commit(
     tracer = (strace, "-D", "-f", "-y", "-s", "64", "-e", TRACED, "-o", str(file))
     requests = load.requests(body, SECRET.encode(), 1_000_001, 200)
     with receiving(tmp_path, *tracer) as service:
-        assert sent(requests, service.edge, connections)["answers"] == {"202 queued": 200}
+        assert sent(requests, service.edge, connections)["answers"] == {
+            "202 queued": 200
+        }
     trace = Trace()
     calls = re.findall(r"^\d+ +(?:<|\w+\().*", file.read_text("utf-8", "replace"), re.M)
     trace.read(calls)

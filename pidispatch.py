@@ -447,6 +447,23 @@ def random_hex(size: int) -> str:
 Clock = Callable[[], float]
 
 
+class _LazyPattern:
+    """Compiled when it is first used: all of them are a tenth of a command's start."""
+
+    def __init__(self, text: str, flags: int) -> None:
+        self.text, self.flags = text, flags
+
+    def __getattr__(self, name: str) -> Any:
+        compiled = re.compile(self.text, self.flags)
+        for method in ("fullmatch", "match", "search", "sub", "finditer", "pattern"):
+            setattr(self, method, getattr(compiled, method))
+        return getattr(compiled, name)
+
+
+def _pattern(text: str, flags: int = 0) -> re.Pattern[str]:
+    return cast("re.Pattern[str]", _LazyPattern(text, flags))
+
+
 # =============================================================================
 # errors
 #
@@ -1069,7 +1086,7 @@ def _is_secret(variable: str) -> bool:
     return bool(re.search(r"SECRET|TOKEN|PAT$|_KEY", variable))
 
 
-_PROVIDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PROVIDER_NAME = _pattern(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def _load_providers(path: Path, faults: list[str]) -> dict[str, Provider]:
@@ -1192,7 +1209,7 @@ def resource(*parts: str) -> Path:
 # issue reaches a branch, a container or a file name.
 # =============================================================================
 
-_SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SAFE_ID = _pattern(r"[A-Za-z0-9._-]{1,64}")
 _CONTAINER_MAX = 128
 
 
@@ -1472,10 +1489,10 @@ _GAP = "\ufffc"
 #: Stands before a character that was escaped; a format character, so that no
 #: comment can bring its own.
 _ESCAPE = "\ufff9"
-_ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]{0,31}://|www\.)\S+", re.I)
-_TAG = re.compile(r"<!--.*?(?:-->|\Z)|<(/?)([a-z][a-z0-9-]*)[^<>]*>", re.I | re.S)
+_ADDRESS = _pattern(r"(?:[a-z][a-z0-9+.-]{0,31}://|www\.)\S+", re.I)
+_TAG = _pattern(r"<!--.*?(?:-->|\Z)|<(/?)([a-z][a-z0-9-]*)[^<>]*>", re.I | re.S)
 _SET_APART = frozenset(("blockquote", "code", "pre", "script", "style"))
-_BREAKS = re.compile(r"br|div|h[1-6]|li|ol|p|table|t[dhr]|ul", re.I)
+_BREAKS = _pattern(r"br|div|h[1-6]|li|ol|p|table|t[dhr]|ul", re.I)
 
 
 def _without_format(text: str) -> str:
@@ -1881,7 +1898,7 @@ _FOREIGN = {
 
 # -- the file: positions, duplicates, what JSON does not allow ----------------
 
-_JSON_TOKEN = re.compile(
+_JSON_TOKEN = _pattern(
     r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL
 )
 _DEPTH_MAX = 64
@@ -3273,8 +3290,8 @@ def _seconds(text: str | None, otherwise: float = 0.0) -> float:
     return float(told[0]) if told else otherwise
 
 
-_SEGMENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,100}")
-_SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_SEGMENT = _pattern(r"(?!\.\.?$)[A-Za-z0-9._-]{1,100}")
+_SHA = _pattern(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 def _owner_and_name(value: object) -> str | None:
@@ -4792,9 +4809,9 @@ _GITLAB_ISSUE = dict.fromkeys(("open", "update", "reopen"), "label") | {
     "close": "issue"
 }
 #: What makes a merge request a draft, before any other word of its title.
-_DRAFT = re.compile(r"\A(?:\s*(?:\[draft\]|\(draft\)|draft:))+\s*", re.IGNORECASE)
+_DRAFT = _pattern(r"\A(?:\s*(?:\[draft\]|\(draft\)|draft:))+\s*", re.IGNORECASE)
 #: A line that GitLab would obey ("Quick actions"): a name, then its arguments.
-_QUICK_ACTION = re.compile(r"^(\s*)/(?=[A-Za-z][\w-]*(?:\s|$))", re.MULTILINE)
+_QUICK_ACTION = _pattern(r"^(\s*)/(?=[A-Za-z][\w-]*(?:\s|$))", re.MULTILINE)
 
 
 def _path_of(value: object) -> str | None:
@@ -5399,12 +5416,12 @@ class _AzurePolicy(msgspec.Struct):
     isDeleted: bool = False
 
 
-_GUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
-_AZURE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_GUID = _pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
+_AZURE_ID = _pattern(r"[A-Za-z0-9_-]{1,128}")
 #: Names of projects and repositories (learn.microsoft.com, "Naming restrictions").
-_AZURE_NAME = re.compile(r"(?![_. ])[^/\\:~&%;@'\"?<>|#$*{},+=\[\]]{1,64}(?<![. ])")
-_AZURE_REF = re.compile(r"refs/heads/(?!-)[^\x00-\x20\x7f~^:?*\[\\]{1,244}")
-_AZURE_PULL = re.compile(
+_AZURE_NAME = _pattern(r"(?![_. ])[^/\\:~&%;@'\"?<>|#$*{},+=\[\]]{1,64}(?<![. ])")
+_AZURE_REF = _pattern(r"refs/heads/(?!-)[^\x00-\x20\x7f~^:?*\[\\]{1,244}")
+_AZURE_PULL = _pattern(
     r"(?:/(?P<project>[^/]+))?/_apis/git/repositories/(?P<repo>[^/?#]+)"
     r"(?:/pullRequests/(?P<number>[0-9]{1,16})(?:/threads/(?P<thread>[0-9]{1,16}))?)?",
     re.I,
@@ -5412,7 +5429,7 @@ _AZURE_PULL = re.compile(
 #: The zero GUID, and who nobody is: a token that does not hold may be taken for him.
 _NOBODY = tuple(re.sub("x", c, "x" * 8 + "-xxxx" * 3 + "-" + "x" * 12) for c in "0a")
 #: An address in HTML that no link holds; those of our comments would be dead text.
-_BARE_URL = re.compile(r"(?<=[\s>])(?<!\">)https?://[^\s<]+(?<![.,;:!?)])")
+_BARE_URL = _pattern(r"(?<=[\s>])(?<!\">)https?://[^\s<]+(?<![.,;:!?)])")
 #: Branch policies that let a branch change through a request only (learn.microsoft.com,
 #: "Policy types"); those on file sizes or names do not.
 _AZURE_PROTECTION = frozenset(
@@ -9691,7 +9708,7 @@ GIT_CONFIG = {
 }
 
 #: What host git inherits: where programs are, the way out, whom TLS trusts.
-GIT_INHERITS = re.compile(
+GIT_INHERITS = _pattern(
     r"PATH|(?:https?|all|no)_proxy|(?:HTTPS|ALL|NO)_PROXY"
     r"|SSL_CERT_(?:FILE|DIR)|GIT_SSL_CAINFO"
 )
@@ -9729,7 +9746,7 @@ _FIXES = {
 }
 
 #: Control characters except tab and line feed, and those that reorder text.
-_UNSEEN = re.compile(
+_UNSEEN = _pattern(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
     "\ud800-\udfff]"
 )
@@ -10349,7 +10366,7 @@ class Tree(msgspec.Struct, frozen=True):
 
 
 #: Of a folder's own configuration only what changes how files compare.
-_FOLDER_CONFIG = re.compile(
+_FOLDER_CONFIG = _pattern(
     r"core\.(?:autocrlf|checkstat|eol|filemode|ignorecase|precomposeunicode"
     r"|symlinks|trustctime)"
 )
@@ -10844,7 +10861,7 @@ FILES_BYTES = 1024 * 1024
 _DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 
 #: What makes a file a test by its path: a folder's name, or its own.
-_TEST_PATH = re.compile(
+_TEST_PATH = _pattern(
     r"(^|/)(tests?|specs?|__tests__|testdata)/|(^|/)(test|spec)_[^/]*$"
     r"|[._-](test|tests|spec)\.[^/.]+$|(^|/)conftest\.py$|Tests?\.[^/.]+$"
 )
@@ -10942,8 +10959,8 @@ def _with_marker(forge: Forge, job: Job, found: Request) -> Request:
     return msgspec.structs.replace(found, title=title)
 
 
-_HIDDEN_MARKER = re.compile(r"<!--(?=\s*pidispatch)", re.IGNORECASE)
-_TITLE_MARKER = re.compile(r"\[\s*r\s*\d+\s*/\s*\d+\s*\]", re.IGNORECASE)
+_HIDDEN_MARKER = _pattern(r"<!--(?=\s*pidispatch)", re.IGNORECASE)
+_TITLE_MARKER = _pattern(r"\[\s*r\s*\d+\s*/\s*\d+\s*\]", re.IGNORECASE)
 
 
 def clean_text(text: str, most: int = BODY_CHARS) -> str:
@@ -11160,7 +11177,7 @@ def gate_url(base_url: str) -> str:
     return f"http://gate:{GATE_PORT}/{base_url.split('://', 1)[1]}"
 
 
-_LOOPBACK = re.compile(r"://(localhost|127\.\d+\.\d+\.\d+|\[::1\])(?=[:/]|$)")
+_LOOPBACK = _pattern(r"://(localhost|127\.\d+\.\d+\.\d+|\[::1\])(?=[:/]|$)")
 
 
 def outside_url(base_url: str) -> str:
@@ -13650,12 +13667,12 @@ class EdgeLimits(msgspec.Struct, frozen=True):
     tick: float = 0.1
 
 
-_METHODS = re.compile("GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|TRACE|CONNECT")
-_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_REQUEST_LINE = re.compile(r"[!-~]+ [!-~]+ HTTP/[0-9]\.[0-9]\r\n")
-_HEADER_LINE = re.compile(rf"({_TOKEN.pattern}):([\t -~\x80-\xff]*)\r\n")
+_METHODS = _pattern("GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|TRACE|CONNECT")
+_TOKEN = _pattern(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_REQUEST_LINE = _pattern(r"[!-~]+ [!-~]+ HTTP/[0-9]\.[0-9]\r\n")
+_HEADER_LINE = _pattern(rf"({_TOKEN.pattern}):([\t -~\x80-\xff]*)\r\n")
 #: Headers that decide something, and so may stand only once.
-_ONCE = re.compile(
+_ONCE = _pattern(
     r"signature|token|delivery|event|^(content-(length|type)|transfer-encoding|"
     r"authorization|expect|host|webhook-id|webhook-timestamp|idempotency-key)$"
 )

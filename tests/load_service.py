@@ -1,7 +1,8 @@
 """The receiver, the panel, claims and a cron in one process, for the load tests.
 
-`load_service.py FOLDER` prints the ports of both doors and goes on until TERM. What a
-job would cost between its claim and its record is left out: no engine, no forge.
+`load_service.py serve FOLDER` prints the ports of both doors and goes on until TERM.
+What a job would cost between its claim and its record is left out: no engine, no
+forge. `load_service.py look PANEL FOLDER` is what a person has open meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,20 @@ def serve(root: Path) -> None:
     store.close()
 
 
+def look(panel: int, root: Path) -> None:
+    """The panel's pages, and `status` in a shell, again and again."""
+    caps = Caps(25, None, None, "UTC")
+    reader = pidispatch.Reader(root / "pidispatch.db")
+    while True:
+        for page in ("/", "/runs", "/triggers"):
+            url = f"http://127.0.0.1:{panel}{page}"
+            assert urllib.request.urlopen(url, timeout=30).status == 200
+        reader.status(caps, time.time())
+        time.sleep(0.2)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "look":
+        look(int(sys.argv[2]), Path(sys.argv[3]))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    serve(Path(sys.argv[1]))
+    serve(Path(sys.argv[2]))

@@ -18,8 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -33,10 +32,10 @@ import pytest
 from conftest import ROOT, lacking
 from world import REPO, SECRET
 
-import pidispatch
 import pidispatch_demo as demo
 
 RATE = 100
+PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @dataclass
@@ -63,15 +62,14 @@ class Receiving:
 @contextlib.contextmanager
 def receiving(root: Path, *before: str) -> Iterator[Receiving]:
     """A service of `load_service`; `before` is a program that runs it."""
-    program = (sys.executable, load_service.__file__, str(root))
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    program = (sys.executable, load_service.__file__, "serve", str(root))
     with (root / "service.log").open("w") as log:
         process = subprocess.Popen(
             [*before, *program],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=paths,
+            env=PATHS,
         )
     assert process.stdout
     try:
@@ -130,20 +128,6 @@ class Steady:
         self.said[answer["status"]] += 1
 
 
-def again_and_again(stopping: threading.Event, look: Callable[[], object]) -> None:
-    while not stopping.wait(0.2):
-        look()
-
-
-def look_at_everything(service: Receiving) -> None:
-    """What a person has open: the panel's pages, and `status` in a shell."""
-    for page in ("/", "/runs", "/triggers"):
-        url = f"http://127.0.0.1:{service.panel}{page}"
-        assert urllib.request.urlopen(url, timeout=30).status == 200
-    caps = pidispatch.Caps(25, None, None, "UTC")
-    pidispatch.Reader(service.db).status(caps, time.time())
-
-
 @pytest.mark.timeout(600)
 def test_a_steady_load_is_acknowledged_at_once_while_all_else_goes_on(
     service: Receiving, body: bytes, request: pytest.FixtureRequest
@@ -153,14 +137,11 @@ def test_a_steady_load_is_acknowledged_at_once_while_all_else_goes_on(
     steady = Steady(
         service.edge, load.requests(body, SECRET.encode(), 1_000_001, RATE * seconds)
     )
-    stopping = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        eyes = pool.submit(
-            again_and_again, stopping, lambda: look_at_everything(service)
-        )
-        steady.run()
-        stopping.set()
-        eyes.result()
+    looks = (sys.executable, load_service.__file__, "look", str(service.panel))
+    eyes = subprocess.Popen((*looks, str(service.root)), env=PATHS)
+    steady.run()
+    eyes.terminate()
+    assert eyes.wait(10) == -signal.SIGTERM, "it could look all the time"
     count = RATE * seconds
     assert steady.said == {"queued": count}
     [(kept,)] = service.rows("SELECT count(*) FROM jobs WHERE id LIKE 'gh-%'")

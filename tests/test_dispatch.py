@@ -1749,9 +1749,20 @@ def test_a_container_that_starts_while_it_is_removed_is_asked_after_again() -> N
     answer.status_code = 409
     busy = docker.errors.APIError("it is running", answer)
     state = {"State": {"StartedAt": NEVER}}
-    engine = engine_on(StubApi(inspect_container=state, remove_container=busy))
+    api = StubApi(containers=[{}], inspect_container=state, remove_container=busy)
     with pytest.raises(pidispatch.InfraError):
-        pidispatch.DockerBox(engine, "gh-a", 1).started()
+        pidispatch.DockerBox(engine_on(api), "gh-a", 1).started()
+
+
+@pytest.mark.parametrize("started", [NEVER, ONCE])
+def test_a_strangers_container_with_the_name_is_neither_ours_nor_removed(
+    started: str,
+) -> None:
+    """T39: found by labels, never by name."""
+    state = {"State": {"StartedAt": started}}
+    api = StubApi(containers=[], inspect_container=state, remove_container=None)
+    assert not pidispatch.DockerBox(engine_on(api), "gh-a", 1).started()
+    assert "remove_container" not in [name for name, _, _ in api.asked]
 
 
 def test_the_log_of_a_container_that_is_gone_is_empty_and_holds_up_no_worker() -> None:

@@ -138,10 +138,12 @@ def test_a_steady_load_is_acknowledged_at_once_while_all_else_goes_on(
         service.edge, load.requests(body, SECRET.encode(), 1_000_001, RATE * seconds)
     )
     looks = (sys.executable, load_service.__file__, "look", str(service.panel))
-    eyes = subprocess.Popen((*looks, str(service.root)), env=PATHS)
-    steady.run()
-    eyes.terminate()
-    assert eyes.wait(10) == -signal.SIGTERM, "it could look all the time"
+    with subprocess.Popen((*looks, str(service.root)), env=PATHS) as eyes:
+        try:
+            steady.run()
+        finally:
+            eyes.terminate()
+    assert eyes.returncode == -signal.SIGTERM, "it could look all the time"
     count = RATE * seconds
     assert steady.said == {"queued": count}
     [(kept,)] = service.rows("SELECT count(*) FROM jobs WHERE id LIKE 'gh-%'")

@@ -7162,7 +7162,8 @@ class Store(Controls):
         group = self._mine.group = _Group()
         try:
             yield
-            self._grouped(lambda db: group.begun and db.execute("COMMIT"), group)
+            if group.begun or group.broken:
+                self._grouped(lambda db: db.execute("COMMIT"), group)
         finally:
             self._mine.group = None
             if group.begun:

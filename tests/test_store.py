@@ -538,6 +538,17 @@ def other_looks(store: Store) -> list[str]:
         return pool.submit(lambda: sorted(store.open_jobs())).result()
 
 
+def test_a_group_that_looks_at_nothing_waits_for_nobody(store: Store) -> None:
+    """T08: a flood of forged deliveries keeps no writer, and no writer keeps it."""
+    with store._turn, ThreadPoolExecutor(1) as pool:
+
+        def look_at_nothing() -> None:
+            with store.group():
+                pass
+
+        pool.submit(look_at_nothing).result(5)
+
+
 def test_nothing_of_a_group_with_a_bad_write_is_done(
     store: Store, maker: Maker
 ) -> None:

@@ -13737,6 +13737,7 @@ class HttpServer:
         self.waiting: dict[_Conversation, None] = {}
         #: How many hold a large body.
         self.larges = 0
+        self._ticking = False
         self.pool = ThreadPoolExecutor(self.limits.threads, self.name)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server(
@@ -13799,14 +13800,19 @@ class HttpServer:
         now = time.monotonic()
         for conversation in tuple(self.open):
             conversation.look(now)
-        if self.open:
+        self._ticking = False
+        self._keep_ticking()
+
+    def _keep_ticking(self) -> None:
+        """One tick at a time, while there is a connection to look at."""
+        if self.open and not self._ticking:
+            self._ticking = True
             self.loop.call_later(self.limits.tick, self._tick)
 
     def joined(self, conversation: _Conversation) -> None:
         """Over the limit the one that has longest sent no whole request gives way."""
-        if not self.open:
-            self.loop.call_later(self.limits.tick, self._tick)
         self.open.add(conversation)
+        self._keep_ticking()
         self.waiting[conversation] = None
         if len(self.open) > self.limits.connections:
             slowest = next(iter(self.waiting))

@@ -799,6 +799,32 @@ def test_a_client_that_resets_at_any_point_is_no_fault_of_ours(
     assert not caplog.records
 
 
+def test_connections_that_come_and_go_leave_one_tick(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each look at the deadlines would be done as often as there were clients."""
+    ticks: list[float] = []
+    look = pidispatch._Conversation.look
+
+    def counted(self: pidispatch._Conversation, now: float) -> None:
+        ticks.append(now)
+        look(self, now)
+
+    monkeypatch.setattr(pidispatch._Conversation, "look", counted)
+    with Raw(edge):
+        assert until(lambda: edge.open)
+    for _ in range(50):
+        assert until(lambda: not edge.open)
+        with Raw(edge):
+            assert until(lambda: edge.open)
+    assert until(lambda: not edge.open)
+    with Raw(edge):
+        assert until(lambda: edge.open)
+        ticks.clear()
+        time.sleep(1)
+        assert len(ticks) < 15
+
+
 def test_few_large_bodies_are_held_at_once(world: World) -> None:
     limits = EdgeLimits(large=10, larges=1, body_seconds=0.3)
     head = request(POST, b"Content-Type: application/json", b"Content-Length: 50")

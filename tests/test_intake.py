@@ -357,6 +357,14 @@ def edge(world: World) -> Iterator[Edge]:
         yield made
 
 
+def test_a_server_can_be_stopped_the_moment_it_was_started(world: World) -> None:
+    for _ in range(50):
+        with serving(world.intake) as made:
+            pass
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", made.port), 1).close()
+
+
 class Raw:
     """A client that sends exactly the given bytes and reads what comes."""
 

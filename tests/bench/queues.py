@@ -1,8 +1,9 @@
 """One queue of the queue bench, in a process of its own.
 
 `queues.py KIND FOLDER WORKERS COUNT` puts COUNT jobs into a new queue from WORKERS
-threads and takes them again, every write on the disk before the next, and prints how
-many a second it did. What is put is built before the clock starts.
+threads (the receiver: so many in a transaction) and takes them again, every write
+on the disk before the next, and prints how many a second it did. What is put is
+built before the clock starts.
 """
 
 from __future__ import annotations
@@ -64,6 +65,14 @@ class Pidispatch:
 
     def take(self) -> Any:
         return self.store.claim()
+
+
+class Receiver(Pidispatch):
+    """As the receiver does it: those that came meanwhile are one transaction."""
+
+    def put_all(self, items: Sequence[Any]) -> bool:
+        with self.store.group():
+            return all(self.put(item) for item in items)
 
 
 def job_of(number: int) -> Any:
@@ -184,6 +193,7 @@ class Sqlite(PerThread):
 
 KINDS: dict[str, tuple[Callable[[Path], Queue], bool]] = {
     "pidispatch": (Pidispatch, True),
+    "receiver": (Receiver, True),
     "huey": (Huey, False),
     "litequeue": (Litequeue, False),
     "sqlite3": (Sqlite, True),
@@ -212,6 +222,13 @@ def rate(do: Callable[[Any], object], items: Sequence[Any], workers: int) -> flo
     return len(items) / seconds
 
 
+def put_rate(queue: Queue, items: Sequence[Any], workers: int) -> float:
+    if not isinstance(queue, Receiver):
+        return rate(queue.put, items, workers)
+    groups = [items[i : i + workers] for i in range(0, len(items), workers)]
+    return rate(queue.put_all, groups, 1) * len(items) / len(groups)
+
+
 def warming(count: int) -> int:
     """How many come before the clock starts: caches fill, compilers compile."""
     return 16 + count // 10
@@ -222,8 +239,8 @@ def main(kind: str, folder: str, workers: int, count: int) -> None:
     queue = make(Path(folder))
     warm = warming(count)
     items = [queue.item(number) for number in range(warm + count)]
-    rate(queue.put, items[:warm], workers)
-    put = rate(queue.put, items[warm:], workers)
+    put_rate(queue, items[:warm], workers)
+    put = put_rate(queue, items[warm:], workers)
     assert queue.put(items[0]) is not dedups, "a duplicate is told where it says so"
     rate(lambda _: queue.take(), range(warm), workers)
     take = rate(lambda _: queue.take(), range(count), workers)

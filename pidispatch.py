@@ -6816,7 +6816,8 @@ class Status(msgspec.Struct, frozen=True):
     """The queue at a glance. `used` are today's slots of the daily cap.
 
     `problem` is of the triggers file, `limits_problem` of the limits file; the
-    last good content of either stays in force.
+    last good content of either stays in force. While there is an `engine_problem`
+    no job starts; those in hand wait.
     """
 
     jobs: dict[str, int]
@@ -6828,6 +6829,7 @@ class Status(msgspec.Struct, frozen=True):
     heartbeat: float | None
     problem: str | None
     limits_problem: str | None
+    engine_problem: str | None
     meters: list[Meter]
     holds: list[Hold]
     polls: tuple[PollState, ...] = ()
@@ -7005,6 +7007,7 @@ class Reader:
             heartbeat=beat[0][0] if beat else None,
             problem=self.flag("triggers-problem"),
             limits_problem=self.flag("limits-problem"),
+            engine_problem=self.flag("engine-problem"),
             meters=meters,
             holds=self._ask(lambda db: _holds_of(db, caps.limits, now)),
             polls=self.polls(),
@@ -8589,6 +8592,8 @@ class Box(Protocol):
 class Engine(Protocol):
     """What dispatch asks of the engine; the demo brings one without Docker."""
 
+    def answer(self) -> None: ...
+
     @property
     def local(self) -> bool: ...
 
@@ -8782,6 +8787,11 @@ class DockerEngine:
     def endpoint(self) -> str:
         """Where the engine is asked; contexts of the CLI count for nothing."""
         return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+
+    def answer(self) -> None:
+        """Raises `InfraError` when it does not."""
+        with engine_answers():
+            self.api.ping()
 
     @property
     def local(self) -> bool:
@@ -12764,6 +12774,8 @@ class Workers:
         self._reconciled = threading.Event()
         self._stopping = threading.Event()
         self._was_full = False
+        #: What `status` shows of the engine; a process before us may have left more.
+        self._engine_problem: str | None = ""
         self._threads = [
             threading.Thread(target=self._work, name=f"worker-{i}", daemon=True)
             for i in range(1, concurrency + 1)
@@ -12833,7 +12845,7 @@ class Workers:
         return full
 
     def _mind_engine(self) -> None:
-        """Reconcile before anything is claimed, look at the engine, then each hour."""
+        """Reconcile before anything is claimed and each hour; look often at it."""
         tries = 0
         while not self._reconcile(quiet=tries % TOLD_EVERY > 0):
             tries += 1
@@ -12844,8 +12856,32 @@ class Workers:
             self.dispatcher.prove_isolation(self.dispatcher.settings)
         except PidispatchError as error:  # each job will look again and be refused
             log_event("isolation-not-proved", logging.ERROR, error=error)
-        while not self._stopping.wait(SWEEP_SECONDS):
-            self._reconcile(time.time() - STALE_SECONDS)
+        reconciled = self.dispatcher.steady()
+        while not self._stopping.wait(HEARTBEAT_SECONDS):
+            self._look()
+            if self.dispatcher.steady() - reconciled >= SWEEP_SECONDS:
+                reconciled = self.dispatcher.steady()
+                self._reconcile(time.time() - STALE_SECONDS)
+
+    def _look(self) -> None:
+        was_away = self._engine_problem
+        try:
+            self.dispatcher.engine.answer()
+        except InfraError as error:
+            if not was_away:
+                log_event("engine-away", logging.ERROR, error=error)
+            self._show_engine(error)
+        else:
+            if was_away:
+                log_event("engine-is-back")
+            self._show_engine(None)
+
+    def _show_engine(self, problem: Exception | None) -> None:
+        told = str(problem) if problem else None
+        if told != self._engine_problem:
+            with contextlib.suppress(InfraError):  # the next look shows it
+                self.store.set_flag("engine-problem", told)
+                self._engine_problem = told
 
     def _reconcile(self, before: float = float("inf"), quiet: bool = False) -> bool:
         """Whether rows and engine agree now."""
@@ -12856,7 +12892,9 @@ class Workers:
             if not quiet:
                 fix = getattr(error, "fix", None)  # no job starts until then
                 log_event("not-reconciled", logging.ERROR, error=error, fix=fix)
+            self._show_engine(error)
             return False
+        self._show_engine(None)
         self.store.work.set()
         return True
 
@@ -15053,6 +15091,8 @@ def status_text(status: Status) -> str:
         ("limits", status.limits_problem),
     ):
         lines += [f"{name} file: {line}" for line in (told or "").split("\n") if line]
+    if status.engine_problem:
+        lines.append(f"no job starts: {status.engine_problem}")
     return "\n".join(plain_text(line) for line in lines)
 
 

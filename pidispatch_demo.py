@@ -5357,6 +5357,9 @@ class ProcessEngine:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def answer(self) -> None:
+        """Its boxes are processes: there is nobody to ask."""
+
     def image(self, tag: str) -> pidispatch.Image | None:
         module = pidispatch_module()
         labels = {module.LABEL + "capabilities": "replicas,gate"}

@@ -252,6 +252,12 @@ class FakeEngine:
     transcript: bytes | None = None
     waited: Callable[[], object] = lambda: None
 
+    away: Exception | None = None
+
+    def answer(self) -> None:
+        if self.away:
+            raise self.away
+
     def image(self, tag: str) -> pidispatch.Image | None:
         return self.images.get(tag)
 
@@ -985,21 +991,21 @@ def test_rows_and_engine_are_compared_every_hour(
 ) -> None:
     """T39; what is young may be a check's own."""
     pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
-    waited: list[float] = []
     before: list[float] = []
+    hours = 2
 
     def wait(seconds: float) -> bool:
-        waited.append(seconds)
-        return len(waited) > 2
+        bench.clock.pass_(seconds)
+        return bench.clock() > begun + hours * 3_600
 
     monkeypatch.setattr(pool._stopping, "wait", wait)
     monkeypatch.setattr(
         bench.dispatcher, "reconcile", lambda until: before.append(until) or []
     )
+    begun = bench.clock()
     pool._mind_engine()
-    assert set(waited) == {3_600}
     first, *hourly = before
-    assert first == float("inf") and len(hourly) == 2
+    assert first == float("inf") and len(hourly) == hours
     young = time.time() - pidispatch.STALE_SECONDS
     assert all(abs(until - young) < 60 for until in hourly)
 
@@ -1275,6 +1281,31 @@ def test_the_start_of_a_worker_says_that_the_engine_does_not_isolate(
     pool._mind_engine()
     assert "isolation-not-proved" in caplog.text
     assert bench.engine.looks == 1
+
+
+def test_status_shows_an_engine_that_is_away_until_it_is_back(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """T37: nothing starts, and who looks is told why."""
+
+    def shown() -> str | None:
+        status = bench.store.status(pidispatch.Caps(None, None, None, "UTC"), 0)
+        line = f"no job starts: {status.engine_problem}"
+        assert (line in pidispatch.status_text(status)) == bool(status.engine_problem)
+        return status.engine_problem
+
+    bench.store.set_flag("engine-problem", "a process before us left this")
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    pool._look()
+    assert shown() is None
+    bench.engine.away = pidispatch.InfraError("the engine does not answer: gone")
+    for _ in range(3):
+        pool._look()
+        assert shown() == "the engine does not answer: gone"
+    bench.engine.away = None
+    pool._look()
+    assert shown() is None
+    assert caplog.text.count("engine-away") == 1
 
 
 def test_an_engine_that_is_away_is_waited_for_and_the_run_is_not_lost(

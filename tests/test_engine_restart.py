@@ -79,10 +79,17 @@ class Daemon:
         assert self.process
         self.process.send_signal(number)
         self.process.wait(60)
-        # a killed one leaves these, and whom they name may be anybody now
-        time.sleep(1)
-        for left in self.root.rglob("*.pid"):
-            left.unlink(missing_ok=True)
+        # a killed one leaves this, and whom it names may be anybody now; its containerd
+        # lives on, and the next one finds it by the other
+        (self.root / "docker.pid").unlink(missing_ok=True)
+
+    def end_containerd(self) -> None:
+        """It goes with its daemon, but not with one that came to it later."""
+        name = str(self.root / "exec/containerd/containerd.toml")
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if name in (process / "cmdline").read_text().split("\0"):
+                    os.kill(int(process.name), signal.SIGTERM)
 
 
 @pytest.fixture(params=[False, True], ids=["containers stop", "live-restore"])
@@ -103,6 +110,7 @@ def daemon(request: pytest.FixtureRequest, docker_client: Any) -> Iterator[Daemo
     finally:
         if made.process and made.process.poll() is None:
             made.end(signal.SIGTERM)
+        made.end_containerd()
         subprocess.run(["ip", "link", "del", BRIDGE], check=True)
         mounts = Path("/proc/mounts").read_text().split()
         for place in sorted(
@@ -146,4 +154,9 @@ def test_an_engine_that_is_started_again_under_a_job_is_paid_for_once(
             assert end.outcome == "failed"
         assert end.tokens
         assert "machine-is-back" in told.of()
+        later = shaky.begin(HOLDS)
+        later.ready()
+        shaky.go(later)
+        world.wait([later.job], 120)
+        assert world.record(later.job).outcome == "completed"
         assert world.nothing_left()

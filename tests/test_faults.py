@@ -9,6 +9,7 @@ behind, and the log says what was done.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import signal
@@ -23,6 +24,7 @@ import pytest
 from conftest import FakeClock
 from relay import Fault, Relay
 from serving import Serving
+from test_cli import cli, printed
 from test_outcomes import (
     BEGIN,
     CALL,
@@ -339,6 +341,19 @@ def shaky(
         yield made
 
 
+def engine_problem(world: World) -> str:
+    status = printed("status", PI_DB=str(world.settings.db))
+    return str(status["engine_problem"] or "")
+
+
+def doctor(world: World) -> list[dict[str, Any]]:
+    environ = {"PI_DB": str(world.settings.db), "PI_STATE_DIR": str(world.root / "s")}
+    told = cli("doctor", "--json", WEBHOOK_SECRET="s", **environ)
+    assert told.exit_code == 1
+    checks: list[dict[str, Any]] = json.loads(told.stdout)
+    return checks
+
+
 @pytest.mark.parametrize("how", ["hangs", "is away"])
 def test_an_engine_that_goes_and_comes_back_loses_no_running_job(
     shaky: Shaky, how: str, monkeypatch: pytest.MonkeyPatch
@@ -346,6 +361,7 @@ def test_an_engine_that_goes_and_comes_back_loses_no_running_job(
     """T37; what is delivered meanwhile is taken, and runs afterwards."""
     world, relay = shaky.world, shaky.relay
     monkeypatch.setattr(pidispatch, "ENGINE_SECONDS", 10)
+    monkeypatch.setattr(pidispatch, "HEARTBEAT_SECONDS", 0.5)
     world.start()
     running = shaky.begin(UNTIL_GO)
     running.ready()
@@ -356,9 +372,15 @@ def test_an_engine_that_goes_and_comes_back_loses_no_running_job(
     if how == "is away":
         world.wait_for(lambda: "waiting-for-machine" in shaky.told.of(), PATIENCE)
     assert running.row_.state == "running"
+    world.wait_for(lambda: engine_problem(world), PATIENCE)
+    assert "the engine does not answer" in engine_problem(world)
+    [check] = [check for check in doctor(world) if check["name"] == "engine"]
+    assert check["state"] == "fail" and check["fix"]
+    assert "no Docker Engine answers" in check["found"]
     relay.flowing.set() if how == "hangs" else relay.arrive()
     shaky.queue_is_due()
     world.wait([running.job, late.job], PATIENCE)
+    world.wait_for(lambda: not engine_problem(world), PATIENCE)
     for run in (running, late):
         assert world.record(run.job).outcome == "completed"
         assert [state for state, _ in booked(run)] == ["kept"]

@@ -308,7 +308,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     table = config.stash[BENCH]
-    if table.rows:
+    if table.rows or table.notes:
         terminalreporter.section("measured in one run, in alternating rounds")
         terminalreporter.write_line(table.text())
     if file := config.getoption("--bench-json"):

@@ -13797,15 +13797,18 @@ class HttpServer:
 
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._failed)
+        self._opened = threading.Event()
+        self._thread.start()
+        self._opened.wait()  # before there is a server it cannot be stopped
+
+    def _run(self) -> None:
         # to asyncio the backlog is also how often it tries, and fails, before it waits
         opening = self.loop.create_server(
             lambda: _Conversation(self), sock=self._socket, backlog=1
         )
         self._server = self.loop.run_until_complete(opening)
         self._socket.listen(self.limits.backlog)
-        self._thread.start()
-
-    def _run(self) -> None:
+        self._opened.set()
         self.loop.run_forever()
         self.loop.close()
 

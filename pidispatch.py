@@ -9024,31 +9024,44 @@ class DockerEngine:
             return []
 
     def _subnet(self) -> IPv4Network:
-        """The next /28 of PI_NETWORK_POOL; the engine says whether it is free."""
+        """The next /28 of PI_NETWORK_POOL; the engine says whether it is free.
+
+        It does not say whether the machine routes it elsewhere.
+        """
+        from ipaddress import IPv4Network
+
+        pool, routed = IPv4Network(self.settings.network_pool), self._routed()
+        size = 1 << (32 - _SUBNET_BITS)
+        count = pool.num_addresses // size
+        for _ in range(count):
+            self._next_subnet = (self._next_subnet + 1) % count
+            address = int(pool.network_address) + self._next_subnet * size
+            subnet = IPv4Network((address, _SUBNET_BITS))
+            if not any(map(subnet.overlaps, routed)):
+                return subnet
+        raise InfraError(*_NO_SUBNET)
+
+    def _routed(self) -> set[IPv4Network]:
         from ipaddress import IPv4Network
 
         pool = IPv4Network(self.settings.network_pool)
-        size = 1 << (32 - _SUBNET_BITS)
-        count = pool.num_addresses // size
-        self._next_subnet = (self._next_subnet + 1) % count
-        address = int(pool.network_address) + self._next_subnet * size
-        return IPv4Network((address, _SUBNET_BITS))
+        return set(routes_within(pool)) if self.local else set()
 
     def free_subnets(self) -> int:
-        """How many /28s of PI_NETWORK_POOL the engine's networks leave."""
+        """How many /28s of PI_NETWORK_POOL the engine's networks and routes leave."""
         from ipaddress import IPv4Network
 
         pool, size = IPv4Network(self.settings.network_pool), 1 << (32 - _SUBNET_BITS)
-        taken = 0
+        others = self._routed()
         for row in self.api.networks():
             for config in (row.get("IPAM") or {}).get("Config") or ():
-                if ":" in (config.get("Subnet") or ":"):
-                    continue  # IPv6, or none
-                other = IPv4Network(config["Subnet"])
-                if other.overlaps(pool):
-                    taken += max(
-                        1, min(other, pool, key=_addresses).num_addresses // size
-                    )
+                if ":" not in (config.get("Subnet") or ":"):  # IPv6, or none
+                    others.add(IPv4Network(config["Subnet"]))
+        taken = sum(
+            max(1, min(other, pool, key=_addresses).num_addresses // size)
+            for other in others
+            if other.overlaps(pool)
+        )
         return max(0, pool.num_addresses // size - taken)
 
     def create_job_network(self, name: str, labels: Mapping[str, str]) -> IPv4Network:
@@ -9080,7 +9093,32 @@ class DockerEngine:
                 self.api.remove_network(made["Id"])
                 raise Refused("engine-not-isolating", *NOT_ISOLATING)
             return subnet
-        raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
+        raise InfraError(*_NO_SUBNET)
+
+
+_NO_SUBNET = ("no free /28 in PI_NETWORK_POOL", "name a larger range")
+#: The IPv4 routes of a Linux machine (proc(5)): hexadecimal in its own byte order.
+ROUTES = Path("/proc/net/route")
+
+
+def routes_within(pool: IPv4Network) -> Iterator[IPv4Network]:
+    """Parts of a range that this machine routes somewhere, if it tells.
+
+    A box there never reaches its gate: the bridges of an engine that was killed
+    stay, and so do its rules that rewrite what comes from them. A route for all of
+    the range, a VPN's perhaps, leaves no choice and does no harm.
+    """
+    from ipaddress import IPv4Network
+
+    with contextlib.suppress(OSError):
+        for line in ROUTES.read_text("ascii").splitlines()[1:]:
+            address, mask = (
+                int.from_bytes(int(word, 16).to_bytes(4, sys.byteorder), "big")
+                for word in (line.split()[1], line.split()[7])
+            )
+            route = IPv4Network((address, mask.bit_count()))
+            if route != pool and route.subnet_of(pool):
+                yield route
 
 
 #: How the address of an engine on this machine begins.
@@ -12128,7 +12166,7 @@ class Dispatcher:
             until = self.clock() + RETRY_SECONDS
             retry = functools.partial(self.store.retry, attempt.claimed, until)
             self._patiently(lambda: retry(ended.bill))
-            _event("job-retry", attempt.job, verdict.reason)
+            _event("job-retry", attempt.job, verdict.reason, logging.WARNING)
             self._remove(attempt)
             return
         if verdict.outcome == "retry":

@@ -11,10 +11,12 @@ import itertools
 import json
 import os
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
@@ -2042,3 +2044,41 @@ def test_a_comment_that_the_forge_refuses_is_not_tried_for_ever(tmp_path: Path) 
         assert w.post("issue_comment", said)[1]["reason"] == "rate-limited"
         w.wait_for(lambda: waiting(w) == [])
         assert not [text for text in w.comments() if "rate-limited" in text]
+
+
+def test_a_subnet_that_the_machine_routes_elsewhere_is_given_to_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine was killed and left its bridges: a box there never saw its gate."""
+
+    def routes(*networks: str) -> None:
+        def word(address: IPv4Address) -> str:
+            return f"{int.from_bytes(address.packed, sys.byteorder):08X}"
+
+        lines = [
+            f"br0\t{word(net.network_address)}\t00000000\t0001\t0\t0\t0\t"
+            f"{word(net.netmask)}\t0\t0\t0"
+            for net in map(IPv4Network, networks)
+        ]
+        monkeypatch.setattr(pidispatch, "ROUTES", tmp_path / "route")
+        pidispatch.ROUTES.write_text("\n".join(["Iface\tDestination", *lines, ""]))
+
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    pool = "10.213.77.0/26"
+    engine = pidispatch.DockerEngine(pidispatch.Settings(network_pool=pool), "x")
+
+    def drawn() -> set[str]:
+        return {str(engine._subnet()) for _ in range(9)}
+
+    routes("0.0.0.0/0", "10.0.0.0/8", pool, "10.214.0.0/28")
+    assert len(drawn()) == 4, "what takes in the whole pool leaves no choice"
+    routes("10.213.77.0/27", "10.213.77.50/32", "192.0.2.0/24")
+    assert drawn() == {"10.213.77.32/28"}
+    routes("10.213.77.0/27", "10.213.77.32/27")
+    with pytest.raises(pidispatch.InfraError, match="no free /28"):
+        drawn()
+    pidispatch.ROUTES.unlink()
+    assert len(drawn()) == 4, "a machine that does not tell"
+    routes("10.213.77.0/27", "10.213.77.32/27")
+    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.9:2375")
+    assert len(drawn()) == 4, "our routes are not that machine's"

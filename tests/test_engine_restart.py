@@ -79,17 +79,29 @@ class Daemon:
         assert self.process
         self.process.send_signal(number)
         self.process.wait(60)
-        # a killed one leaves this, and whom it names may be anybody now; its containerd
-        # lives on, and the next one finds it by the other
-        (self.root / "docker.pid").unlink(missing_ok=True)
+        # a killed one leaves these, and whom they name may be anybody now; its
+        # containerd dies with it, the containers' own processes need not
+        time.sleep(1)
+        for left in ("docker.pid", "exec/containerd/containerd.pid"):
+            (self.root / left).unlink(missing_ok=True)
 
-    def end_containerd(self) -> None:
-        """It goes with its daemon, but not with one that came to it later."""
-        name = str(self.root / "exec/containerd/containerd.toml")
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if name in (process / "cmdline").read_text().split("\0"):
-                    os.kill(int(process.name), signal.SIGTERM)
+
+def bridges() -> set[str]:
+    return {place.name for place in Path("/sys/class/net").glob("br-*")}
+
+
+def remove_bridge(name: str) -> None:
+    """An engine that was killed leaves it, and rules that name it."""
+    subprocess.run(["ip", "link", "del", name], check=True)
+    for table in ("nat", "filter"):
+        command = ["iptables", "-w", "-t", table]
+        listed = subprocess.run(
+            [*command, "-S"], check=True, capture_output=True, text=True
+        )
+        for line in listed.stdout.splitlines():
+            if name in line.split():
+                words = line.replace("-A", "-D", 1).split()
+                subprocess.run([*command, *words], check=True)
 
 
 @pytest.fixture(params=[False, True], ids=["containers stop", "live-restore"])
@@ -97,6 +109,7 @@ def daemon(request: pytest.FixtureRequest, docker_client: Any) -> Iterator[Daemo
     # a short path: a socket's name has 108 characters
     root = Path(f"/tmp/pidispatch-{os.getpid()}-{request.param:d}")
     root.mkdir()
+    before = bridges()
     subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], check=True)
     subprocess.run(["ip", "addr", "add", ADDRESS, "dev", BRIDGE], check=True)
     subprocess.run(["ip", "link", "set", BRIDGE, "up"], check=True)
@@ -110,8 +123,8 @@ def daemon(request: pytest.FixtureRequest, docker_client: Any) -> Iterator[Daemo
     finally:
         if made.process and made.process.poll() is None:
             made.end(signal.SIGTERM)
-        made.end_containerd()
-        subprocess.run(["ip", "link", "del", BRIDGE], check=True)
+        for name in (BRIDGE, *(bridges() - before)):
+            remove_bridge(name)
         mounts = Path("/proc/mounts").read_text().split()
         for place in sorted(
             (m for m in mounts if m.startswith(f"{root}/")), reverse=True

@@ -12808,7 +12808,7 @@ class Workers:
     def __init__(self, dispatcher: Dispatcher, store: Store, concurrency: int) -> None:
         self.dispatcher, self.store = dispatcher, store
         self._adopted: list[tuple[Claimed, Box, float]] = []
-        self._claiming = threading.Lock()
+        self._claiming, self._idle = threading.Lock(), threading.Lock()
         self._reconciled = threading.Event()
         self._stopping = threading.Event()
         self._was_full = False
@@ -12850,12 +12850,17 @@ class Workers:
         while not self._stopping.is_set():
             try:
                 if not self._one():
-                    self._stopping.wait(BREATH_SECONDS)
-                    self.store.work.wait(1.0)
-                    self.store.work.clear()
+                    self._listen()
             except Exception as error:  # the loop's edge: it outlives its troubles
                 log_event("worker-trouble", logging.ERROR, error=error)
                 self._stopping.wait(1.0)
+
+    def _listen(self) -> None:
+        """Until there may be work. One idle worker does; the others for its turn."""
+        with self._idle:
+            if not self._stopping.wait(BREATH_SECONDS):
+                self.store.work.wait(1.0)
+                self.store.work.clear()
 
     def _one(self) -> bool:
         with contextlib.suppress(IndexError):
@@ -13127,9 +13132,11 @@ class WatchedFile(Generic[T]):
     #: Milliseconds without a change before the file is read: editors and
     #: deployments save in several steps.
     QUIET = 150
-    #: Milliseconds after which it is read without any notice: a file behind a
-    #: link to another directory, and a directory made anew, give none.
+    #: Milliseconds after which it is read without any notice: a link that leads
+    #: elsewhere, and what happens between two watches, give none.
     LOOK_ANYWAY = 2_000
+    #: Milliseconds between looks for a file that is not there.
+    ABSENT = 500
 
     def __init__(self, path: Path, empty: T | None = None) -> None:
         self.path = path
@@ -13173,11 +13180,14 @@ class WatchedFile(Generic[T]):
             raise Faults(source, ["cannot be read"], fix)
         return self.parse(content, source)
 
-    def refresh(self) -> None:
-        """Read the file; take valid new content, keep the last good otherwise."""
+    def refresh(self) -> bool:
+        """Read the file; take valid new content, keep the last good otherwise.
+
+        Returns whether it had changed.
+        """
         content = self._read()
         if content == self._content:
-            return
+            return False
         self._content = content
         try:
             self.value, self.problem = self._load(content), None
@@ -13187,22 +13197,29 @@ class WatchedFile(Generic[T]):
             log_event(f"{self.name}-invalid", logging.ERROR, why=error)
         if self._tell:
             self._tell(self.problem)
+        return True
 
     def _follow_on(self) -> None:
         while not self._stop.is_set():
             try:
                 self.refresh()
                 self._follow()
+            except FileNotFoundError:
+                self._stop.wait(self.ABSENT / 1000)
             except Exception as error:
                 log_event(f"{self.name}-watch-failed", logging.ERROR, error=error)
                 self._stop.wait(self.LOOK_ANYWAY / 1000)
 
     def _follow(self) -> None:
-        """Watch the directory, not the file: a watch on a file dies with it."""
+        """Until its next change. A watch on a file dies with it, so each is for one.
+
+        Not its directory: where the database is as well, each of its writes would
+        be told, twenty for a delivery.
+        """
         from watchfiles import watch
 
-        for _ in watch(
-            self.path.parent,
+        for noticed in watch(
+            self.path,
             watch_filter=None,
             step=self.QUIET,
             rust_timeout=self.LOOK_ANYWAY,
@@ -13211,7 +13228,8 @@ class WatchedFile(Generic[T]):
             stop_event=self._stop,
             raise_interrupt=False,
         ):
-            self.refresh()
+            if self.refresh() or noticed:
+                return
 
 
 class TriggersFile(WatchedFile[tuple[Rule, ...]]):

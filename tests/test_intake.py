@@ -1313,12 +1313,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def watched(file: Path) -> Iterator[TriggersFile]:
     made = TriggersFile(file, ["github"])
-    made.LOOK_ANYWAY = 60_000
     made.watch()
-    for n in range(20):  # what was written before the watch was up is not told
-        file.write_bytes(content(f"up{n}"))
-        if until(lambda n=n: label(made) == f"up{n}", 0.5):  # type: ignore[misc]
-            break
     yield made
     made.stop()
 
@@ -1375,6 +1370,30 @@ def test_every_kind_of_save_ends_on_the_newest_content(
         save(watched.path, content(f"v{n}"))
         assert until(lambda n=n: label(watched) == f"v{n}")  # type: ignore[misc]
     assert until(lambda: watched.problem is None)
+
+
+def test_a_change_is_noticed_and_what_happens_beside_it_is_not(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database is often in the same folder, with twenty writes for a delivery."""
+    made = TriggersFile(file, ["github"])
+    made.LOOK_ANYWAY = 60_000
+    reads: list[int] = []
+    read = made._read
+    monkeypatch.setattr(made, "_read", lambda: reads.append(1) or read())
+    made.watch()
+    for n in range(20):  # what was written before the watch was up is not told
+        save_by_replace(file, content(f"v{n}"))
+        if until(lambda n=n: label(made) == f"v{n}", 0.5):  # type: ignore[misc]
+            break
+    assert label(made) == f"v{n}"
+    before = len(reads)
+    for n in range(40):
+        if n % 4 == 0:  # each after a time that is quiet enough for a look
+            file.with_name("queue.db-wal").write_bytes(b"page" * n)
+        time.sleep(0.05)
+    assert len(reads) <= before + 3, "what the change itself brought"
+    made.stop()
 
 
 def test_a_swap_of_the_data_link_is_followed(tmp_path: Path) -> None:

@@ -16582,7 +16582,7 @@ def serve(
         settings = msgspec.structs.replace(settings, triggers_file=triggers_file)
     set_up_logging(settings)
     service = Service(settings, triggers_path(settings))
-    asked = end_asked()
+    until_told = end_asked()
     service.start(worker=not no_worker)
     crons = [r for r in service.triggers.rules if r.on.type == "cron"]
     if crons and no_worker:
@@ -16590,7 +16590,7 @@ def serve(
     click.echo(f"listening on {settings.bind}:{service.edge.port}", err=True)
     click.echo(f"panel on http://{settings.panel_bind}:{service.panel.port}/", err=True)
     gc.freeze()  # all that waits would wait 40 ms for each look through what is loaded
-    asked.wait()
+    until_told()
     service.stop(end_jobs=stop_jobs)
 
 
@@ -16602,12 +16602,12 @@ def worker(db: Path | None, stop_jobs: bool) -> None:
     settings = settings_of(db)
     set_up_logging(settings)
     labour = Worker(settings, settings.triggers_file)
-    asked = end_asked()
+    until_told = end_asked()
     labour.start()
     if settings.triggers_file is None:
         log_event("cron-off", logging.WARNING, what="PI_TRIGGERS_FILE is not set")
     click.echo(f"working on {plain_text(settings.db)}", err=True)
-    asked.wait()
+    until_told()
     labour.stop(end_jobs=stop_jobs)
 
 
@@ -16659,12 +16659,19 @@ def _attended(local: LocalRun) -> Record:
         return local.wait(tell)
 
 
-def end_asked() -> threading.Event:
-    """Set once we are told to end; also while we still start."""
-    asked = threading.Event()
+def end_asked() -> Callable[[], object]:
+    """What waits until we are told to end; told while we still start, it does not.
+
+    No Event: a handler that sets one waits for ever for the lock that the thread it
+    interrupts may hold, and a signal right before a wait does not end it. The byte
+    that Python's own handler writes is there whenever it is read.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
-    return asked
+        signal.signal(number, lambda *_: None)
+    return lambda: os.read(told, 1)
 
 
 class Beginning(NamedTuple):

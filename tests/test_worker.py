@@ -107,6 +107,22 @@ def test_a_worker_starts_on_a_file_that_serve_refuses_unless_it_is_told_to_read_
         assert "triggers[0].on" in "".join(told.told)
 
 
+STORM = """
+import random, signal, pidispatch
+for _ in range(400):
+    until_told = pidispatch.end_asked()
+    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGTERM))
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-4))
+    until_told()
+"""
+
+
+def test_a_signal_at_any_moment_of_a_wait_ends_it() -> None:
+    """A worker that was told to end right after its start never did."""
+    command = [sys.executable, "-c", STORM]
+    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
+
+
 @pytest.mark.docker
 def test_one_file_has_one_worker_and_any_number_of_receivers(place: Path) -> None:
     (place / "triggers.json").write_text('{"triggers": []}')

@@ -13135,7 +13135,7 @@ class WatchedFile(Generic[T]):
     #: Milliseconds after which it is read without any notice: a link that leads
     #: elsewhere, and what happens between two watches, give none.
     LOOK_ANYWAY = 2_000
-    #: Milliseconds between looks for a file that is not there.
+    #: Milliseconds between looks for a file that is not there, or not for us.
     ABSENT = 500
 
     def __init__(self, path: Path, empty: T | None = None) -> None:
@@ -13204,7 +13204,7 @@ class WatchedFile(Generic[T]):
             try:
                 self.refresh()
                 self._follow()
-            except FileNotFoundError:
+            except (FileNotFoundError, PermissionError):  # its problem says so
                 self._stop.wait(self.ABSENT / 1000)
             except Exception as error:
                 log_event(f"{self.name}-watch-failed", logging.ERROR, error=error)

@@ -1396,6 +1396,29 @@ def test_a_change_is_noticed_and_what_happens_beside_it_is_not(
     made.stop()
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_file_that_cannot_be_watched_is_looked_for_without_a_word(
+    file: Path,
+    error: type[OSError],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its problem is shown; a line in the log every other second says no more."""
+    tries: list[object] = []
+
+    def refuse(path: object, **_: object) -> Iterator[set[object]]:
+        tries.append(path)
+        raise error(path)
+
+    monkeypatch.setattr("watchfiles.watch", refuse)
+    made = TriggersFile(file, ["github"])
+    made.ABSENT = 10
+    made.watch()
+    assert until(lambda: len(tries) > 2)
+    made.stop()
+    assert "watch-failed" not in caplog.text
+
+
 def test_a_swap_of_the_data_link_is_followed(tmp_path: Path) -> None:
     """T49: how a cluster mounts configuration: file -> ..data -> dated folder."""
     conf = tmp_path / "conf"

@@ -675,8 +675,8 @@ def _pool(text: str) -> str:
     from ipaddress import IPv4Network
 
     try:
-        if IPv4Network(text.strip()).prefixlen > 28:
-            raise ValueError("must hold at least one /28")
+        if IPv4Network(text.strip()).prefixlen > 27:
+            raise ValueError("must hold two /28 or more: a job's and the gates'")
     except ValueError as error:
         raise ValueError(f"must be an IPv4 range such as 10.213.0.0/16: {error}") from (
             error
@@ -8481,6 +8481,8 @@ SESSION_MAX_BYTES = 8 * 1024 * 1024
 TRANSCRIPT_FILE = "session.jsonl"
 LOG_MAX_BYTES = 5 * 1024 * 1024
 _SUBNET_BITS = 28
+#: The network, the broadcast and the bridge itself have addresses that no gate gets.
+_NO_GATES = 3
 
 
 class Image(msgspec.Struct, frozen=True):
@@ -8756,7 +8758,8 @@ class DockerEngine:
         self._catalogues: dict[str, Mapping[str, Any]] = {}
         self._cpus: int | None = None
         self._disk: Path | None = None
-        self._next_subnet = int(random_hex(2), 16)
+        self._next_subnet = int(random_hex(3), 16)  # addresses into the pool
+        self._outer_fits = False
 
     @property
     def api(self) -> docker.APIClient:
@@ -8977,18 +8980,39 @@ class DockerEngine:
         By id: an engine lets two processes create one name at the same moment.
         """
         with _OUTER_LOCK:
-            found = self.api.networks(names=[OUTER_NETWORK])
-            exact = [row["Id"] for row in found if row["Name"] == OUTER_NETWORK]
-            return min(exact) if exact else self._create_outer()
+            if not self._outer_fits:  # once, before a gate of ours is made for it
+                self._outer_fits = True
+                self._remove_unfit_outer()
+            found = self._outer_networks()
+            return str(found[0]["Id"]) if found else self._create_outer()
+
+    def _outer_networks(self) -> list[dict[str, Any]]:
+        found = self.api.networks(names=[OUTER_NETWORK])
+        exact = [row for row in found if row["Name"] == OUTER_NETWORK]
+        return sorted(exact, key=lambda row: str(row["Id"]))
+
+    def _remove_unfit_outer(self) -> None:
+        """Away with one that is too small or of another pool, unless it is in use."""
+        import docker
+
+        pool = self._pool
+        for row in self._outer_networks():
+            ours = (row.get("Labels") or {}).get(LABEL + "role") == "outer"
+            fits = any(
+                subnet.subnet_of(pool) and subnet.prefixlen <= _outer_bits(pool)
+                for subnet in _subnets_of(row)
+            )
+            if ours and not fits:
+                with contextlib.suppress(docker.errors.APIError):
+                    self.api.remove_network(row["Id"])
 
     def _create_outer(self) -> str:
-        made = self.api.create_network(
+        sizes = range(_outer_bits(self._pool), _SUBNET_BITS + 1)
+        made, _ = self._create_network(
             OUTER_NETWORK,
-            driver="bridge",
-            check_duplicate=True,
+            itertools.chain.from_iterable(map(self._subnets, sizes)),
             options={"com.docker.network.bridge.enable_icc": "false"},
             labels={LABEL + "role": "outer"},
-            ipam=_ipam(self._subnet()),
         )
         return str(made["Id"])
 
@@ -9023,40 +9047,48 @@ class DockerEngine:
         except InfraError:
             return []
 
-    def _subnet(self) -> IPv4Network:
-        """The next /28 of PI_NETWORK_POOL; the engine says whether it is free.
+    @property
+    def _pool(self) -> IPv4Network:
+        from ipaddress import IPv4Network
 
-        It does not say whether the machine routes it elsewhere.
+        return IPv4Network(self.settings.network_pool)
+
+    def _subnets(self, bits: int = _SUBNET_BITS) -> Iterator[IPv4Network]:
+        """Those of PI_NETWORK_POOL, from the next; the engine says which are free.
+
+        It does not say which the machine routes elsewhere.
         """
         from ipaddress import IPv4Network
 
-        pool, routed = IPv4Network(self.settings.network_pool), self._routed()
-        size = 1 << (32 - _SUBNET_BITS)
-        count = pool.num_addresses // size
-        for _ in range(count):
-            self._next_subnet = (self._next_subnet + 1) % count
-            address = int(pool.network_address) + self._next_subnet * size
-            subnet = IPv4Network((address, _SUBNET_BITS))
+        pool, routed, size = self._pool, self._routed(), 1 << (32 - bits)
+        for _ in range(pool.num_addresses // size):
+            self._next_subnet = (self._next_subnet // size + 1) * size
+            self._next_subnet %= pool.num_addresses
+            address = int(pool.network_address) + self._next_subnet
+            subnet = IPv4Network((address, bits))
             if not any(map(subnet.overlaps, routed)):
-                return subnet
-        raise InfraError(*_NO_SUBNET)
+                yield subnet
 
     def _routed(self) -> set[IPv4Network]:
-        from ipaddress import IPv4Network
+        return set(routes_within(self._pool)) if self.local else set()
 
-        pool = IPv4Network(self.settings.network_pool)
-        return set(routes_within(pool)) if self.local else set()
+    def job_room(self) -> int:
+        """How many jobs PI_NETWORK_POOL has room for at a time: beside what the
+        engine's networks and routes hold, a /28 for each, and an address for its
+        gate on the way out."""
+        outer, free = self._outer_networks(), self.free_subnets()
+        if outer:
+            gates = max(map(_addresses, _subnets_of(outer[0])), default=free)
+        else:
+            free, gates = max(0, free - 1), 1 << (32 - _outer_bits(self._pool))
+        return min(free, max(0, gates - _NO_GATES))
 
     def free_subnets(self) -> int:
         """How many /28s of PI_NETWORK_POOL the engine's networks and routes leave."""
-        from ipaddress import IPv4Network
-
-        pool, size = IPv4Network(self.settings.network_pool), 1 << (32 - _SUBNET_BITS)
+        pool, size = self._pool, 1 << (32 - _SUBNET_BITS)
         others = self._routed()
         for row in self.api.networks():
-            for config in (row.get("IPAM") or {}).get("Config") or ():
-                if ":" not in (config.get("Subnet") or ":"):  # IPv6, or none
-                    others.add(IPv4Network(config["Subnet"]))
+            others.update(_subnets_of(row))
         taken = sum(
             max(1, min(other, pool, key=_addresses).num_addresses // size)
             for other in others
@@ -9070,33 +9102,42 @@ class DockerEngine:
         `internal` alone leaves host services reachable through the bridge's
         address; inhibit_ipv4 takes that address away.
         """
+        options = {"com.docker.network.bridge.inhibit_ipv4": "true"}
+        made, subnet = self._create_network(
+            name,
+            self._subnets(),
+            internal=self.settings.isolated,
+            options=options if self.settings.isolated else {},
+            labels=dict(labels),
+        )
+        if "inhibit_ipv4" in str(made.get("Warning") or ""):
+            self.api.remove_network(made["Id"])
+            raise Refused("engine-not-isolating", *NOT_ISOLATING)
+        return subnet
+
+    def _create_network(
+        self, name: str, subnets: Iterable[IPv4Network], **how: Any
+    ) -> tuple[dict[str, Any], IPv4Network]:
+        """What the engine answers, and the first of those subnets that was free."""
         import docker
 
-        options = {"com.docker.network.bridge.inhibit_ipv4": "true"}
-        for _ in range(64):
-            subnet = self._subnet()
+        for subnet in subnets:
             try:
                 made = self.api.create_network(
                     name,
                     driver="bridge",
                     check_duplicate=True,
-                    internal=self.settings.isolated,
-                    options=options if self.settings.isolated else {},
-                    labels=dict(labels),
                     ipam=_ipam(subnet),
+                    **how,
                 )
             except docker.errors.APIError as error:
-                if "overlap" in str(error).lower():
-                    continue
-                raise
-            if "inhibit_ipv4" in str(made.get("Warning") or ""):
-                self.api.remove_network(made["Id"])
-                raise Refused("engine-not-isolating", *NOT_ISOLATING)
-            return subnet
-        raise InfraError(*_NO_SUBNET)
+                if "overlap" not in str(error).lower():
+                    raise
+            else:
+                return made, subnet
+        raise InfraError("no free /28 in PI_NETWORK_POOL", "name a larger range")
 
 
-_NO_SUBNET = ("no free /28 in PI_NETWORK_POOL", "name a larger range")
 #: The IPv4 routes of a Linux machine (proc(5)): hexadecimal in its own byte order.
 ROUTES = Path("/proc/net/route")
 
@@ -9136,6 +9177,21 @@ _OUTER_LOCK = threading.Lock()
 
 def _addresses(network: IPv4Network) -> int:
     return network.num_addresses
+
+
+def _outer_bits(pool: IPv4Network) -> int:
+    """Of the gates' way out: an address for each /28 of the pool, as far as a Linux
+    bridge has ports (1023, BR_MAX_PORTS)."""
+    return min(_SUBNET_BITS, max(22, pool.prefixlen + 4))
+
+
+def _subnets_of(network: Mapping[str, Any]) -> Iterator[IPv4Network]:
+    """The IPv4 ranges of a listed network."""
+    from ipaddress import IPv4Network
+
+    for config in (network.get("IPAM") or {}).get("Config") or ():
+        if ":" not in (config.get("Subnet") or ":"):  # IPv6, or none
+            yield IPv4Network(config["Subnet"])
 
 
 def _made_at(row: Mapping[str, Any]) -> float:
@@ -15459,10 +15515,9 @@ def _check_gate_image(engine: DockerEngine, tag: str, checks: list[Check]) -> No
 
 
 def _check_pool(engine: DockerEngine, checks: list[Check]) -> None:
-    """Every job takes a /28, and the gates' way out one more."""
-    free = engine.free_subnets()
+    free = engine.job_room()
     pool, jobs = engine.settings.network_pool, engine.settings.concurrency
-    state: Literal["ok", "warn", "fail"] = "ok" if free > jobs else "warn"
+    state: Literal["ok", "warn", "fail"] = "ok" if free >= jobs else "warn"
     found = f"{pool} has room for {free} jobs at a time"
     fix = "name a larger or another range in PI_NETWORK_POOL"
     checks.append(Check("address pool", state if free else "fail", found, fix))

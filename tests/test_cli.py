@@ -170,7 +170,7 @@ MISTAKES: list[tuple[str, dict[str, str], int, str]] = [
     ("publish", {}, 2, "Missing argument"),
     # settings
     ("status", {"PI_CONCURRENCY": "x", "PI_PORT": "65536"}, 2, 'PI_PORT="65536"'),
-    ("runs", {"PI_NETWORK_POOL": "10.0.0.0/30"}, 2, "at least one /28"),
+    ("runs", {"PI_NETWORK_POOL": "10.0.0.0/28"}, 2, "two /28 or more"),
     ("runs", {"PI_TIMEZONE": "../etc"}, 2, "IANA"),
     ("runs", {"PI_PROVIDERS_FILE": "garbage"}, 2, "PI_PROVIDERS_FILE"),
     ("serve", {"GITHUB_PAT": ""}, 2, "remove the variable"),
@@ -755,7 +755,7 @@ def test_a_write_that_the_file_does_not_take_is_an_error_of_the_machine(
 class PaperEngine(ThreadingHTTPServer):
     """As much of the Docker API as doctor and logs ask for. `images` maps a tag to
     its labels; `log` is what a container printed; `broken` fails every request;
-    `rows` are the containers and `subnets` those of its networks."""
+    `rows` are the containers, `subnets` those of its networks, `outer` the gates'."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _PaperPage)
@@ -765,6 +765,7 @@ class PaperEngine(ThreadingHTTPServer):
         self.broken = False
         self.rows: list[dict[str, Any]] = []
         self.subnets: list[str] = []
+        self.outer = "10.217.4.0/22"
         self.seen = SOUND
 
     def containers(self, query: str) -> list[dict[str, Any]]:
@@ -776,6 +777,13 @@ class PaperEngine(ThreadingHTTPServer):
             for r in self.rows
             if all(x.items() <= r["Labels"].items() for x in labels)
         ]
+
+    def networks(self) -> Iterator[dict[str, Any]]:
+        for name, subnet in (
+            *((f"net-{subnet}", subnet) for subnet in self.subnets),
+            (pidispatch.OUTER_NETWORK, self.outer),
+        ):
+            yield {"Name": name, "Id": name, "IPAM": {"Config": [{"Subnet": subnet}]}}
 
     @property
     def url(self) -> str:
@@ -792,8 +800,7 @@ class PaperEngine(ThreadingHTTPServer):
         if path.endswith("/containers/json"):
             return 200, json.dumps(self.containers(query)).encode()
         if path.endswith("/networks"):
-            configs = [{"Config": [{"Subnet": subnet}]} for subnet in self.subnets]
-            return 200, json.dumps([{"IPAM": config} for config in configs]).encode()
+            return 200, json.dumps([*self.networks()]).encode()
         if path.endswith("/volumes"):
             return 200, b'{"Volumes": null}'
         found = re.search(r"/images/(.+)/json$", path)

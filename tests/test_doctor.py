@@ -64,6 +64,11 @@ def nearly_full(paper: PaperEngine) -> None:
     paper.subnets += [f"10.213.255.{n}/28" for n in range(0, 224, 16)]
 
 
+def narrow(paper: PaperEngine) -> None:
+    """Networks enough, but the gates share one that had a few addresses only."""
+    paper.outer = "10.217.4.0/30"
+
+
 def old_row(job: str, instance: str = "doctor") -> dict[str, Any]:
     labels = {"instance": instance, "job": job}
     named = {pidispatch.LABEL + name: value for name, value in labels.items()}
@@ -103,6 +108,7 @@ SPOILT: list[tuple[str, Callable[[PaperEngine], None], str]] = [
     ("busy model", canary(models={MODEL: Heard(529)}), "⚠ model: anthropic through"),
     ("pool full", full, "✗ address pool: 10.213.0.0/16 has room for 0 jobs"),
     ("pool small", nearly_full, "⚠ address pool: 10.213.0.0/16 has room for 2 jobs"),
+    ("way out small", narrow, "⚠ address pool: 10.213.0.0/16 has room for 1 jobs"),
     ("leftover", leftover, "⚠ stale containers: of jobs that are over: canary-1"),
 ]
 
@@ -380,15 +386,9 @@ class Leaking(DockerEngine):
     """An engine that ignores inhibit_ipv4, as Podman's socket does: real networks."""
 
     def create_job_network(self, name: str, labels: Any) -> Any:
-        subnet = self._subnet()
-        self.api.create_network(
-            name,
-            driver="bridge",
-            internal=True,
-            labels=dict(labels),
-            ipam=pidispatch._ipam(subnet),
-        )
-        return subnet
+        return self._create_network(
+            name, self._subnets(), internal=True, labels=dict(labels)
+        )[1]
 
 
 @pytest.mark.docker

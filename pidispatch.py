@@ -789,7 +789,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "PI_NETWORK_POOL",
         _pool,
         "10.213.0.0/16",
-        "Range the jobs' /28 networks come from.",
+        "Range of the jobs' /28 networks and of the one that their gates share.",
     )
     egress: str = _setting(
         "PI_EGRESS", _text, "1", "Exactly `0` removes the job network's isolation."
@@ -8475,6 +8475,8 @@ GATE_MEMORY = "256m"
 STOP_GRACE_SECONDS = 10
 #: How long any answer of the engine may take.
 ENGINE_SECONDS = 60
+#: And how long its answer to being asked whether it is there: who stops us waits too.
+ANSWER_SECONDS = 5
 BUNDLE_MAX_BYTES = 256 * 1024 * 1024
 TEXT_MAX_BYTES = 64 * 1024
 SESSION_MAX_BYTES = 8 * 1024 * 1024
@@ -8759,7 +8761,6 @@ class DockerEngine:
         self._cpus: int | None = None
         self._disk: Path | None = None
         self._next_subnet = int(random_hex(3), 16)  # addresses into the pool
-        self._outer_fits = False
 
     @property
     def api(self) -> docker.APIClient:
@@ -8792,9 +8793,18 @@ class DockerEngine:
         return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
 
     def answer(self) -> None:
-        """Raises `InfraError` when it does not."""
-        with engine_answers():
+        """Raises `InfraError` when it does not, within `ANSWER_SECONDS`."""
+        with engine_answers(), self._patience(ANSWER_SECONDS):
             self.api.ping()
+
+    @contextlib.contextmanager
+    def _patience(self, seconds: int) -> Iterator[None]:
+        """This thread waits that long for an answer."""
+        usual, self.api.timeout = self.api.timeout, seconds
+        try:
+            yield
+        finally:
+            self.api.timeout = usual
 
     @property
     def local(self) -> bool:
@@ -8980,9 +8990,6 @@ class DockerEngine:
         By id: an engine lets two processes create one name at the same moment.
         """
         with _OUTER_LOCK:
-            if not self._outer_fits:  # once, before a gate of ours is made for it
-                self._outer_fits = True
-                self._remove_unfit_outer()
             found = self._outer_networks()
             return str(found[0]["Id"]) if found else self._create_outer()
 
@@ -8991,20 +8998,17 @@ class DockerEngine:
         exact = [row for row in found if row["Name"] == OUTER_NETWORK]
         return sorted(exact, key=lambda row: str(row["Id"]))
 
-    def _remove_unfit_outer(self) -> None:
-        """Away with one that is too small or of another pool, unless it is in use."""
-        import docker
-
+    def misfit(self) -> IPv4Network | None:
+        """Where gates share a network that an earlier version or another
+        PI_NETWORK_POOL left, which may be too small. In use it cannot be removed."""
         pool = self._pool
-        for row in self._outer_networks():
-            ours = (row.get("Labels") or {}).get(LABEL + "role") == "outer"
-            fits = any(
-                subnet.subnet_of(pool) and subnet.prefixlen <= _outer_bits(pool)
-                for subnet in _subnets_of(row)
-            )
-            if ours and not fits:
-                with contextlib.suppress(docker.errors.APIError):
-                    self.api.remove_network(row["Id"])
+        for row in self._outer_networks()[:1]:
+            for subnet in _subnets_of(row):
+                ours = (row.get("Labels") or {}).get(LABEL + "role") == "outer"
+                wide = subnet.prefixlen <= _outer_bits(pool)
+                if ours and not (wide and subnet.subnet_of(pool)):
+                    return subnet
+        return None
 
     def _create_outer(self) -> str:
         sizes = range(_outer_bits(self._pool), _SUBNET_BITS + 1)
@@ -9054,23 +9058,27 @@ class DockerEngine:
         return IPv4Network(self.settings.network_pool)
 
     def _subnets(self, bits: int = _SUBNET_BITS) -> Iterator[IPv4Network]:
-        """Those of PI_NETWORK_POOL, from the next; the engine says which are free.
-
-        It does not say which the machine routes elsewhere.
-        """
+        """Those of PI_NETWORK_POOL, from the next on, that seem to be free."""
         from ipaddress import IPv4Network
 
-        pool, routed, size = self._pool, self._routed(), 1 << (32 - bits)
+        pool, taken, size = self._pool, self._taken(), 1 << (32 - bits)
         for _ in range(pool.num_addresses // size):
             self._next_subnet = (self._next_subnet // size + 1) * size
             self._next_subnet %= pool.num_addresses
             address = int(pool.network_address) + self._next_subnet
             subnet = IPv4Network((address, bits))
-            if not any(map(subnet.overlaps, routed)):
+            if not any(map(subnet.overlaps, taken)):
                 yield subnet
 
-    def _routed(self) -> set[IPv4Network]:
-        return set(routes_within(self._pool)) if self.local else set()
+    def _taken(self) -> list[IPv4Network]:
+        """What the engine's networks hold of the pool, and what the machine routes
+        elsewhere, of which the engine knows nothing."""
+        from ipaddress import collapse_addresses
+
+        found = set(routes_within(self._pool)) if self.local else set()
+        for row in self.api.networks():
+            found.update(_subnets_of(row))
+        return [net for net in collapse_addresses(found) if net.overlaps(self._pool)]
 
     def job_room(self) -> int:
         """How many jobs PI_NETWORK_POOL has room for at a time: beside what the
@@ -9079,20 +9087,17 @@ class DockerEngine:
         outer, free = self._outer_networks(), self.free_subnets()
         if outer:
             gates = max(map(_addresses, _subnets_of(outer[0])), default=free)
-        else:
-            free, gates = max(0, free - 1), 1 << (32 - _outer_bits(self._pool))
-        return min(free, max(0, gates - _NO_GATES))
+        else:  # it will be made
+            bits = _outer_bits(self._pool)
+            free, gates = free - (1 << (_SUBNET_BITS - bits)), 1 << (32 - bits)
+        return max(0, min(free, gates - _NO_GATES))
 
     def free_subnets(self) -> int:
         """How many /28s of PI_NETWORK_POOL the engine's networks and routes leave."""
         pool, size = self._pool, 1 << (32 - _SUBNET_BITS)
-        others = self._routed()
-        for row in self.api.networks():
-            others.update(_subnets_of(row))
         taken = sum(
             max(1, min(other, pool, key=_addresses).num_addresses // size)
-            for other in others
-            if other.overlaps(pool)
+            for other in self._taken()
         )
         return max(0, pool.num_addresses // size - taken)
 
@@ -9152,7 +9157,7 @@ def routes_within(pool: IPv4Network) -> Iterator[IPv4Network]:
     from ipaddress import IPv4Network
 
     with contextlib.suppress(OSError):
-        for line in ROUTES.read_text("ascii").splitlines()[1:]:
+        for line in ROUTES.read_text("utf-8", "replace").splitlines()[1:]:
             address, mask = (
                 int.from_bytes(int(word, 16).to_bytes(4, sys.byteorder), "big")
                 for word in (line.split()[1], line.split()[7])
@@ -9191,7 +9196,7 @@ def _subnets_of(network: Mapping[str, Any]) -> Iterator[IPv4Network]:
 
     for config in (network.get("IPAM") or {}).get("Config") or ():
         if ":" not in (config.get("Subnet") or ":"):  # IPv6, or none
-            yield IPv4Network(config["Subnet"])
+            yield IPv4Network(config["Subnet"], strict=False)
 
 
 def _made_at(row: Mapping[str, Any]) -> float:
@@ -12899,6 +12904,7 @@ class Workers:
         self.store.work.set()
         for thread in self._threads:
             thread.join(timeout=60)
+        self._show_engine(None)  # nobody looks at it now
         self._lock.close()
 
     def _work(self) -> None:
@@ -12920,7 +12926,9 @@ class Workers:
 
     def _one(self) -> bool:
         with contextlib.suppress(IndexError):
-            self.dispatcher.adopt(*self._adopted.pop())
+            adopted = self._adopted.pop()
+            self.store.work.set()  # for the next worker, should there be more
+            self.dispatcher.adopt(*adopted)
             return True
         if self._full():
             return False
@@ -12966,7 +12974,7 @@ class Workers:
         was_away = self._engine_problem
         try:
             self.dispatcher.engine.answer()
-        except InfraError as error:
+        except Exception as error:  # the loop's edge: it looks again
             if not was_away:
                 log_event("engine-away", logging.ERROR, error=error)
             self._show_engine(error)
@@ -12991,7 +12999,8 @@ class Workers:
             if not quiet:
                 fix = getattr(error, "fix", None)  # no job starts until then
                 log_event("not-reconciled", logging.ERROR, error=error, fix=fix)
-            self._show_engine(error)
+            if not self._reconciled.is_set():
+                self._show_engine(error)
             return False
         self._show_engine(None)
         self.store.work.set()
@@ -13260,11 +13269,13 @@ class WatchedFile(Generic[T]):
             try:
                 self.refresh()
                 self._follow()
-            except (FileNotFoundError, PermissionError):  # its problem says so
-                self._stop.wait(self.ABSENT / 1000)
             except Exception as error:
-                log_event(f"{self.name}-watch-failed", logging.ERROR, error=error)
-                self._stop.wait(self.LOOK_ANYWAY / 1000)
+                wait = self.ABSENT
+                there = not isinstance(error, FileNotFoundError)
+                if there and self._read() is not None:  # else its problem says so
+                    wait = self.LOOK_ANYWAY
+                    log_event(f"{self.name}-watch-failed", logging.ERROR, error=error)
+                self._stop.wait(wait / 1000)
 
     def _follow(self) -> None:
         """Until its next change. A watch on a file dies with it, so each is for one.
@@ -13906,21 +13917,26 @@ class HttpServer:
 
     def start(self) -> None:
         import asyncio
+        from concurrent.futures import Future
 
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._failed)
-        self._opened = threading.Event()
+        self._opened: Future[None] = Future()
         self._thread.start()
-        self._opened.wait()  # before there is a server it cannot be stopped
+        self._opened.result()  # before there is a server it cannot be stopped
 
     def _run(self) -> None:
         # to asyncio the backlog is also how often it tries, and fails, before it waits
         opening = self.loop.create_server(
             lambda: _Conversation(self), sock=self._socket, backlog=1
         )
-        self._server = self.loop.run_until_complete(opening)
-        self._socket.listen(self.limits.backlog)
-        self._opened.set()
+        try:
+            self._server = self.loop.run_until_complete(opening)
+            self._socket.listen(self.limits.backlog)
+        except BaseException as error:  # raised again where it was started
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(None)
         self.loop.run_forever()
         self.loop.close()
 
@@ -15515,6 +15531,13 @@ def _check_gate_image(engine: DockerEngine, tag: str, checks: list[Check]) -> No
 
 
 def _check_pool(engine: DockerEngine, checks: list[Check]) -> None:
+    if outer := engine.misfit():
+        found = (
+            f"{OUTER_NETWORK}, which gates share, is {outer}: of another pool or size"
+        )
+        fix = f"when no job runs: docker network rm {OUTER_NETWORK}; it is made anew"
+        checks.append(Check("address pool", "warn", found, fix))
+        return
     free = engine.job_room()
     pool, jobs = engine.settings.network_pool, engine.settings.concurrency
     state: Literal["ok", "warn", "fail"] = "ok" if free >= jobs else "warn"

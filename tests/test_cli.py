@@ -754,7 +754,8 @@ def test_a_write_that_the_file_does_not_take_is_an_error_of_the_machine(
 
 class PaperEngine(ThreadingHTTPServer):
     """As much of the Docker API as doctor and logs ask for. `images` maps a tag to
-    its labels; `log` is what a container printed; `broken` fails every request;
+    its labels; `log` is what a container printed; `broken` fails every request, and
+    `hangs` keeps it waiting;
     `rows` are the containers, `subnets` those of its networks, `outer` the gates'."""
 
     def __init__(self) -> None:
@@ -762,10 +763,10 @@ class PaperEngine(ThreadingHTTPServer):
         claims = {pidispatch.LABEL + "capabilities": "replicas,gate"}
         self.images: dict[str, dict[str, str]] = {"pi-job:latest": claims}
         self.log = b""
-        self.broken = False
+        self.broken = self.hangs = False
         self.rows: list[dict[str, Any]] = []
         self.subnets: list[str] = []
-        self.outer = "10.217.4.0/22"
+        self.outer = "10.213.4.0/22"
         self.seen = SOUND
 
     def containers(self, query: str) -> list[dict[str, Any]]:
@@ -783,7 +784,11 @@ class PaperEngine(ThreadingHTTPServer):
             *((f"net-{subnet}", subnet) for subnet in self.subnets),
             (pidispatch.OUTER_NETWORK, self.outer),
         ):
-            yield {"Name": name, "Id": name, "IPAM": {"Config": [{"Subnet": subnet}]}}
+            role = (
+                {pidispatch.LABEL + "role": "outer"} if subnet == self.outer else None
+            )
+            ipam = {"Config": [{"Subnet": subnet}]}
+            yield {"Name": name, "Id": name, "Labels": role, "IPAM": ipam}
 
     @property
     def url(self) -> str:
@@ -819,6 +824,8 @@ class _PaperPage(BaseHTTPRequestHandler):
     server: PaperEngine
 
     def do_GET(self) -> None:
+        if self.server.hangs:
+            time.sleep(3)
         status, body = self.server.answer(self.path)
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))

@@ -14,12 +14,13 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
+import docker
 import msgspec
 import pytest
 from conftest import FakeClock, Maker
@@ -1310,6 +1311,70 @@ def test_status_shows_an_engine_that_is_away_until_it_is_back(
     assert caplog.text.count("engine-away") == 1
 
 
+def test_runs_that_are_adopted_are_all_followed_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker listens: it wakes the next, else each run waits for a second."""
+    followed, enough = [], threading.Event()
+
+    def adopt(number: int) -> None:
+        followed.append(number)
+        if len(followed) == 4:
+            enough.set()
+        enough.wait(20)
+
+    monkeypatch.setattr(bench.dispatcher, "adopt", adopt)
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 4)
+    pool.start()
+    try:
+        assert pool._reconciled.wait(5)
+        time.sleep(1.2)  # all look once and find nothing
+        began = time.monotonic()
+        pool._adopted += [(number,) for number in range(4)]
+        bench.store.work.set()
+        assert enough.wait(5)
+        assert time.monotonic() - began < 1.5, "not one a second"
+    finally:
+        enough.set()
+        pool.stop()
+
+
+def test_a_worker_that_ends_takes_back_what_it_said_of_the_engine(
+    bench: Bench,
+) -> None:
+    bench.engine.away = pidispatch.InfraError("the engine does not answer: gone")
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    pool.start()
+    assert pool._reconciled.wait(5)
+    pool._look()
+    assert bench.store.flag("engine-problem")
+    pool.stop()
+    assert bench.store.flag("engine-problem") is None
+
+
+def test_what_keeps_jobs_from_starting_is_shown_and_nothing_else(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first comparison holds all back; while a later one fails, jobs start. An
+    engine that answers nonsense ends no loop."""
+
+    def nonsense(*_: Any) -> Any:
+        raise ValueError("nonsense")
+
+    monkeypatch.setattr(bench.dispatcher, "reconcile", nonsense)
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    assert not pool._reconcile()
+    assert bench.store.flag("engine-problem") == "nonsense"
+    pool._reconciled.set()
+    pool._look()
+    assert bench.store.flag("engine-problem") is None
+    assert not pool._reconcile()
+    assert bench.store.flag("engine-problem") is None
+    monkeypatch.setattr(bench.engine, "answer", nonsense)
+    pool._look()
+    assert bench.store.flag("engine-problem") == "nonsense"
+
+
 def test_an_engine_that_is_away_is_waited_for_and_the_run_is_not_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -2046,6 +2111,54 @@ def test_a_comment_that_the_forge_refuses_is_not_tried_for_ever(tmp_path: Path) 
         assert not [text for text in w.comments() if "rate-limited" in text]
 
 
+class PaperNetworks:
+    """Of the Docker API what draws a subnet: every one made is refused."""
+
+    def __init__(self) -> None:
+        self.held: list[dict[str, Any]] = []
+        self.tried = 0
+
+    def networks(self, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+        return [] if names else self.held
+
+    def create_network(self, *_: Any, **__: Any) -> None:
+        self.tried += 1
+        raise docker.errors.APIError("Pool overlaps with other one on this space")
+
+
+@pytest.fixture
+def papers(monkeypatch: pytest.MonkeyPatch) -> PaperNetworks:
+    made = PaperNetworks()
+    monkeypatch.setattr(pidispatch.DockerEngine, "api", made)
+    return made
+
+
+def test_a_subnet_that_another_network_holds_is_not_tried(
+    papers: PaperNetworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that covers the pool was asked about 4,096 times, and 130,048 for a /12."""
+    monkeypatch.setattr(pidispatch, "ROUTES", tmp_path / "none")
+    pool = "10.213.0.0/16"
+    engine = pidispatch.DockerEngine(pidispatch.Settings(network_pool=pool), "x")
+    for config in (
+        None,
+        [],
+        [{"Subnet": ""}, {}, {"Subnet": "fd00::/8"}, {"Subnet": "192.0.2.1/24"}],
+    ):
+        papers.held += [{"IPAM": {"Config": config}}, {"IPAM": None}, {}]
+    assert engine.free_subnets() == 4096
+    for subnet in ("10.213.0.0/17", "10.213.64.0/18", "10.213.1.16/28"):
+        papers.held.append({"IPAM": {"Config": [{"Subnet": subnet}]}})
+    assert engine.free_subnets() == 2048, "what lies in another counts once"
+    assert len({*engine._subnets()}) == 2048
+    papers.held.append({"IPAM": {"Config": [{"Subnet": "10.0.0.1/8"}]}})
+    for make in (engine.outer_network, lambda: engine.create_job_network("x", {})):
+        with pytest.raises(pidispatch.InfraError, match="no free /28"):
+            make()
+    assert (papers.tried, engine.free_subnets(), engine.job_room()) == (0, 0, 0)
+
+
+@pytest.mark.usefixtures("papers")
 def test_a_subnet_that_the_machine_routes_elsewhere_is_given_to_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -2056,7 +2169,7 @@ def test_a_subnet_that_the_machine_routes_elsewhere_is_given_to_no_job(
             return f"{int.from_bytes(address.packed, sys.byteorder):08X}"
 
         lines = [
-            f"br0\t{word(net.network_address)}\t00000000\t0001\t0\t0\t0\t"
+            f"café0\t{word(net.network_address)}\t00000000\t0001\t0\t0\t0\t"
             f"{word(net.netmask)}\t0\t0\t0"
             for net in map(IPv4Network, networks)
         ]

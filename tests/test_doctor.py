@@ -59,14 +59,19 @@ def full(paper: PaperEngine) -> None:
 
 
 def nearly_full(paper: PaperEngine) -> None:
-    paper.subnets = ["10.213.0.0/17", "10.213.128.0/18", "10.213.192.0/19"]
+    paper.subnets = [f"10.213.{n}.0/22" for n in (0, *range(8, 128, 4))]
+    paper.subnets += ["10.213.128.0/18", "10.213.192.0/19"]
     paper.subnets += [f"10.213.{n}.0/24" for n in range(224, 255)]
     paper.subnets += [f"10.213.255.{n}/28" for n in range(0, 224, 16)]
 
 
 def narrow(paper: PaperEngine) -> None:
     """Networks enough, but the gates share one that had a few addresses only."""
-    paper.outer = "10.217.4.0/30"
+    paper.outer = "10.213.4.0/28"
+
+
+def elsewhere(paper: PaperEngine) -> None:
+    paper.outer = "10.217.4.0/22"
 
 
 def old_row(job: str, instance: str = "doctor") -> dict[str, Any]:
@@ -108,7 +113,8 @@ SPOILT: list[tuple[str, Callable[[PaperEngine], None], str]] = [
     ("busy model", canary(models={MODEL: Heard(529)}), "⚠ model: anthropic through"),
     ("pool full", full, "✗ address pool: 10.213.0.0/16 has room for 0 jobs"),
     ("pool small", nearly_full, "⚠ address pool: 10.213.0.0/16 has room for 2 jobs"),
-    ("way out small", narrow, "⚠ address pool: 10.213.0.0/16 has room for 1 jobs"),
+    ("way out small", narrow, "⚠ address pool: pi-dispatch-out, which gates share, is"),
+    ("way out elsewhere", elsewhere, "⚠ address pool: pi-dispatch-out, which gates"),
     ("leftover", leftover, "⚠ stale containers: of jobs that are over: canary-1"),
 ]
 
@@ -380,6 +386,21 @@ def test_a_wrong_key_and_a_silent_model_are_told_apart_through_a_real_gate(
     assert no_answer.startswith("silent does not answer through the gate; a server")
     assert "127.0.0.1" in no_answer
     assert ours(real.docker) == []
+
+
+def test_an_engine_that_hangs_is_not_waited_for_to_know_that_it_does(
+    paper: PaperEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that is told to end would wait for that answer too."""
+    monkeypatch.setenv("DOCKER_HOST", paper.url)
+    monkeypatch.setattr(pidispatch, "ANSWER_SECONDS", 0.2)
+    engine = DockerEngine(pidispatch.Settings(), "x")
+    assert engine.api.timeout == pidispatch.ENGINE_SECONDS
+    paper.hangs, began = True, time.monotonic()
+    with pytest.raises(pidispatch.InfraError, match="timed out"):
+        engine.answer()
+    assert time.monotonic() - began < 1.5
+    assert engine.api.timeout == pidispatch.ENGINE_SECONDS
 
 
 class Leaking(DockerEngine):

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import pytest
 import requests
+import watchfiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -363,6 +364,14 @@ def test_a_server_can_be_stopped_the_moment_it_was_started(world: World) -> None
             pass
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.1", made.port), 1).close()
+
+
+def test_a_server_that_cannot_open_says_so_at_once(world: World) -> None:
+    made = Edge(world.intake, "127.0.0.1", 0)
+    made._socket.close()  # as if the system had taken it
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        made.start()
+    made.stop()
 
 
 class Raw:
@@ -1396,26 +1405,51 @@ def test_a_change_is_noticed_and_what_happens_beside_it_is_not(
     made.stop()
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
-def test_a_file_that_cannot_be_watched_is_looked_for_without_a_word(
-    file: Path,
-    error: type[OSError],
+def to_itself(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file)
+
+
+def folder_is_a_file(file: Path) -> None:
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.touch()
+
+
+def closed(file: Path) -> None:
+    file.chmod(0)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, to_itself, folder_is_a_file, closed])
+def test_a_file_that_cannot_be_read_is_looked_for_without_a_word(
+    spoil: Callable[[Path], None],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its problem is shown; a line in the log every other second says no more."""
+    file = tmp_path / "conf" / "triggers.json"
+    file.parent.mkdir()
+    file.write_bytes(content("v0"))
     tries: list[object] = []
+    real = watchfiles.watch
 
-    def refuse(path: object, **_: object) -> Iterator[set[object]]:
+    def watch(path: Path, **how: Any) -> Iterator[set[object]]:
         tries.append(path)
-        raise error(path)
+        if not file.is_file():
+            yield from real(path, **how)
+        raise PermissionError(path)
 
-    monkeypatch.setattr("watchfiles.watch", refuse)
+    monkeypatch.setattr(watchfiles, "watch", watch)
     made = TriggersFile(file, ["github"])
+    spoil(file)
+    if spoil is closed:  # who runs as root reads it all the same
+        monkeypatch.setattr(made, "_read", lambda: None)
     made.ABSENT = 10
     made.watch()
     assert until(lambda: len(tries) > 2)
     made.stop()
+    assert made.problem
     assert "watch-failed" not in caplog.text
 
 

@@ -106,6 +106,7 @@ def test_where_the_time_of_an_acknowledgement_goes(
     with servers.fake_forge() as (_, repo):
         body = deliveries.labeled_body(repo)
     requests = load.requests(body, SECRET.encode(), FIRST, count)
+    assert len(edge.asked) == count
     forge, took = forges["github"], {}
     took["HTTP"] = spent(edge.read, [requests]) / count
     took["verify"] = spent(lambda a: forge.verify(a.headers, a.body), edge.asked)

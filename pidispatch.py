@@ -6838,6 +6838,9 @@ class Status(msgspec.Struct, frozen=True):
 class Reader:
     """Read-only looks at the file, one connection a thread, no cursor kept."""
 
+    #: What a file is that cannot be read: a wrong one, or one that may come back.
+    unreadable: ClassVar[type[PidispatchError]] = ConfigError
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._readers = threading.local()
@@ -6849,10 +6852,11 @@ class Reader:
         connection: sqlite3.Connection | None = getattr(self._readers, "db", None)
         if connection is None:
             try:
-                connection = self._readers.db = _connect(self.path, read_only=True)
+                connection = _connect(self.path, read_only=True)
                 connection.execute("SELECT 1 FROM jobs LIMIT 1")
+                self._readers.db = connection
             except sqlite3.Error as error:
-                raise ConfigError(
+                raise self.unreadable(
                     f"the database {self.path} cannot be read: {error}",
                     "start `pidispatch serve` once, or name the file with --db",
                 ) from error
@@ -7113,8 +7117,10 @@ class Store(Controls):
     """The queue. One instance a process; `writes` serialises its writers.
 
     Raises `ConfigError` for a file that is damaged or too new, `InfraError` when
-    a write cannot be made durable (disk full, read-only disk).
+    a write cannot be made durable (disk full, read-only disk), or nothing be read.
     """
+
+    unreadable = InfraError
 
     def __init__(self, path: Path, clock: Clock = time.time) -> None:
         super().__init__(path)
@@ -7306,9 +7312,15 @@ class Store(Controls):
         return self._write(lambda db: _park(db, delivery, pending))
 
     def due_pending(self, now: float) -> list[tuple[Delivery, Match, int]]:
-        sql = """SELECT pending, attempts FROM deliveries
-                 WHERE state = 'pending' AND (next_at <= ?1 OR next_at > ?1 + ?2)
-                 ORDER BY next_at LIMIT 50"""
+        """The next fifty of each forge: one that hangs hides no other's."""
+        sql = """SELECT pending, attempts FROM deliveries WHERE rowid IN (
+                     SELECT row FROM (
+                         SELECT rowid AS row, row_number() OVER (
+                             PARTITION BY kind ORDER BY next_at) AS nth
+                         FROM deliveries WHERE state = 'pending'
+                         AND (next_at <= ?1 OR next_at > ?1 + ?2))
+                     WHERE nth <= 50)
+                 ORDER BY next_at"""
         found = []
         for row in self._rows(sql, now, WAIT_MAX):
             delivery, match = msgspec.json.decode(
@@ -7535,6 +7547,16 @@ class Store(Controls):
         )
         values = (job.kind, job.title, job.replica, tip, self.clock())
         self._write(lambda db: db.execute(sql, values))
+
+    def opened(self, job: str, request: Request) -> None:
+        """Remember the request of a job that is still to be told of."""
+        self._write(lambda db: _opened(db, job, request))
+
+    def request_of(self, job: str) -> Request | None:
+        """What an earlier try at telling opened."""
+        sql = "SELECT request FROM runs WHERE job_id = ? AND request IS NOT NULL"
+        rows = self._rows(sql, job)
+        return msgspec.json.decode(rows[0][0], type=Request) if rows else None
 
     def published(
         self, job: str, request: Request | None, reason: str | None = None
@@ -8250,14 +8272,21 @@ def _published(
         "UPDATE jobs SET state = 'done', notice = NULL WHERE id = ?",
         (job,),
     )
-    link = msgspec.json.encode(request).decode() if request else None
-    sql = """UPDATE runs SET request = ?1, record = CASE WHEN ?2 IS NULL THEN record
-             ELSE json_set(record, '$.reason', ?2) END WHERE job_id = ?3"""
-    db.execute(sql, (link, reason, job))
+    if reason:
+        sql = (
+            "UPDATE runs SET record = json_set(record, '$.reason', ?) WHERE job_id = ?"
+        )
+        db.execute(sql, (reason, job))
     if request:
-        place = db.execute("SELECT scope FROM jobs WHERE id = ?", (job,)).fetchone()[0]
-        _open_again(db, job, request_key(place, request.number))
-        db.execute(_SIBLING_NOTICES, {"tell": job, "of": None})
+        _opened(db, job, request)
+    db.execute(_SIBLING_NOTICES, {"tell": job, "of": None})
+
+
+def _opened(db: sqlite3.Connection, job: str, request: Request) -> None:
+    link = msgspec.json.encode(request).decode()
+    db.execute("UPDATE runs SET request = ? WHERE job_id = ?", (link, job))
+    place = db.execute("SELECT scope FROM jobs WHERE id = ?", (job,)).fetchone()[0]
+    _open_again(db, job, request_key(place, request.number))
 
 
 def _open_again(db: sqlite3.Connection, job: str, key: str) -> None:
@@ -8339,7 +8368,9 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     windows = "DELETE FROM windows WHERE job_id = ?"
     db.executemany(windows, [(row["id"],) for row in gone])
     db.executemany(_DELETE_DELIVERY, [(row["set_id"],) for row in gone])
-    db.execute("DELETE FROM runs WHERE ended_at < ?", (before,))
+    sql = """DELETE FROM runs WHERE ended_at < ? AND job_id NOT IN (
+                 SELECT id FROM jobs WHERE state <> 'done')"""
+    db.execute(sql, (before,))
     db.execute("DELETE FROM comments WHERE at < ?", (before,))
     db.execute("DELETE FROM limited WHERE at < ?", (before,))
     db.execute(
@@ -8922,9 +8953,18 @@ class DockerEngine:
             )
             old = (row for row in rows if _made_at(row) < before)
             stale = {(r.get("Labels") or {}).get(LABEL + "job", "") for r in old} - keep
-            for job in stale:
-                self.remove_job(job)
-        return len(stale)
+            return sum(map(self._gone, stale))
+
+    def _gone(self, job: str) -> bool:
+        """Whether nothing is left of it; what the engine keeps holds up no other."""
+        import docker
+
+        try:
+            self.remove_job(job)
+        except docker.errors.APIError as error:
+            log_event("not-removed", logging.WARNING, job=job, error=str(error))
+            return False
+        return True
 
     def stale(self, keep: frozenset[str], before: float) -> list[str]:
         """Jobs not in `keep` that have a container from before that time, seconds."""
@@ -8969,20 +9009,33 @@ class DockerEngine:
         return [str(subnet[1]), *known]
 
     def remove_job(self, job: str) -> None:
-        """Remove every container, network and volume of one job; idempotent."""
+        """Remove every container, network and volume of one job; idempotent.
+
+        One that the engine refuses to remove is its error when the others are gone.
+        """
         import docker
 
-        for row in self._list({"job": job}):
-            with contextlib.suppress(docker.errors.NotFound):
-                self.api.remove_container(row["Id"], force=True, v=True)
+        refused: Exception | None = None
+        for remove in self._removals(job):
+            try:
+                remove()
+            except docker.errors.NotFound:
+                pass
+            except docker.errors.APIError as error:
+                refused = error
+        if refused:
+            raise refused
+
+    def _removals(self, job: str) -> Iterator[Callable[[], object]]:
+        """In the order in which the engine lets go of them."""
         labels = [f"{LABEL}instance={self.instance}", f"{LABEL}job={job}"]
-        filters = {"label": labels}
-        for network in self.api.networks(filters=filters):
-            with contextlib.suppress(docker.errors.NotFound):
-                self.api.remove_network(network["Id"])
-        for volume in self.api.volumes(filters=filters)["Volumes"] or ():
-            with contextlib.suppress(docker.errors.NotFound):
-                self.api.remove_volume(volume["Name"], force=True)
+        filters, api = {"label": labels}, self.api
+        for row in api.containers(all=True, filters=filters):
+            yield functools.partial(api.remove_container, row["Id"], force=True, v=True)
+        for network in api.networks(filters=filters):
+            yield functools.partial(api.remove_network, network["Id"])
+        for volume in api.volumes(filters=filters)["Volumes"] or ():
+            yield functools.partial(api.remove_volume, volume["Name"], force=True)
 
     def outer_network(self) -> str:
         """The id of the gates' way out; icc off, else gates could reach another.
@@ -9772,6 +9825,16 @@ def _look(box: DockerBox, errand: Errand) -> Canary:
         return msgspec.json.decode(box.log(), type=Canary)
     except ValueError as error:
         raise InfraError(f"a box said nothing within {CANARY_SECONDS} s") from error
+
+
+def make_durable(folder: Path) -> None:
+    """The files of a folder, and it itself, are there after a power cut."""
+    for path in (*folder.iterdir(), folder, folder.parent):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -10819,7 +10882,7 @@ class Work(msgspec.Struct, frozen=True):
 
     `base`, `lease`, `default_branch` and `request_sha` come from `Prepared`;
     `commits` is the runner's count; `ours` are the commits this instance pushed to
-    the job's branch before.
+    the job's branch before, and `request` is what an earlier try at publishing opened.
     """
 
     bundle: Path | None
@@ -10831,6 +10894,7 @@ class Work(msgspec.Struct, frozen=True):
     commits: int
     ours: frozenset[str] = frozenset()
     request_sha: str | None = None
+    request: Request | None = None
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -10851,22 +10915,29 @@ def publish_job(
     job: Job,
     work: Work,
     pushed: Callable[[str], None] | None = None,
+    opened: Callable[[Request], None] | None = None,
 ) -> Published:
     """Put a finished job's work on the forge; safe to repeat at any time.
 
     An issue's job gets its branch, one request and one comment, a request's job
-    only the comment. `pushed` is told the commit as soon as it is on the forge.
+    only the comment. `pushed` is told the commit as soon as it is on the forge, and
+    `opened` the request: a person may merge or close it before the comment is said.
     A determinate refusal is commented once and raised again; `InfraError` means:
     try later.
     """
     if job.target.type == "pull_request":
         _say(forge, job, work, "review", commits=work.commits if work.bundle else 0)
         return Published()
+    if work.request:
+        _say(forge, job, work, "result", request=work.request)
+        return Published(None, work.request)
     try:
         tip = _push_result(forge, mirrors, job, work)
         if tip and pushed:
             pushed(tip)
         request = _one_request(forge, job, work) if tip else None
+        if request and opened:
+            opened(request)
     except Refused as refusal:
         with contextlib.suppress(Refused):
             _say(forge, job, work, "refused", refusal=refusal)
@@ -10899,7 +10970,7 @@ def review_agent(forge: Forge, mirrors: Mirrors, job: Job, work: Work) -> Publis
     committed is looked for on the forge. Safe to repeat. Raises `Refused` or
     `InfraError`.
     """
-    request = _agents_request(forge, job)
+    request = work.request or _agents_request(forge, job)
     try:
         landed = _landed(forge, mirrors, job, work)
     except BundleRefused as refusal:  # nobody can say what of it was pushed
@@ -12100,7 +12171,7 @@ class Dispatcher:
     def adopt(self, claimed: Claimed, box: Box, started_at: float) -> None:
         """Take over a container that an earlier process started."""
         settings = self.settings
-        with contextlib.suppress(Refused):  # for the record; the run is under way
+        with contextlib.suppress(Refused, OSError):  # for the record; it runs already
             settings = with_overlay(settings)
         attempt = Attempt(claimed, settings, "", box=box, started_at=started_at)
         attempt.began = self.steady() - max(0.0, self.clock() - started_at)
@@ -12127,7 +12198,7 @@ class Dispatcher:
         """What an earlier process knew of an adopted run: its lineage, who pushes,
         and the secrets that its box holds, which only the box has kept."""
         assert attempt.box
-        work = self.store.work_of(attempt.job.id)
+        work = self._patiently(lambda: self.store.work_of(attempt.job.id))
         if work:
             attempt.lineage = work.lineage
             attempt.settings = msgspec.structs.replace(
@@ -12245,6 +12316,7 @@ class Dispatcher:
         if attempt.settings.capture_logs:
             self._keep_log(attempt.job, attempt.box)
         keep_texts(kept, ended)
+        make_durable(kept)  # the box has the only other copy, and goes next
         if attempt.job.local and ended.bundle:  # its work is in the folder
             ended.bundle.unlink()
             ended = msgspec.structs.replace(ended, bundle=None)
@@ -12409,13 +12481,21 @@ class Dispatcher:
         if workspace is None or notice.kind == "refused":
             return None, None
         ours = self.store.own_tips(job)
-        work = kept_work(self.kept_dir(job), workspace, ours, notice.commits)
+        work = msgspec.structs.replace(
+            kept_work(self.kept_dir(job), workspace, ours, notice.commits),
+            request=self.store.request_of(job.id),
+        )
         if workspace.publish == "agent":
             return self._tell_agents(job, work, notice)
         if notice.kind != "result":
             return None, None
         published = publish_job(
-            forge, self.mirrors, job, work, lambda tip: self.store.pushed(job, tip)
+            forge,
+            self.mirrors,
+            job,
+            work,
+            lambda tip: self.store.pushed(job, tip),
+            lambda request: self.store.opened(job.id, request),
         )
         return published.request, None
 
@@ -12427,6 +12507,8 @@ class Dispatcher:
         found = review_agent(forge, self.mirrors, job, work)
         if found.tip and found.tip not in work.ours:
             self.store.pushed(job, found.tip)
+        if found.request:
+            self.store.opened(job.id, found.request)
         if notice.kind != "result":
             return found.request, None
         return found.request, tell_faults(forge, job, work, found)
@@ -12916,6 +12998,8 @@ class Workers:
             except Exception as error:  # the loop's edge: it outlives its troubles
                 log_event("worker-trouble", logging.ERROR, error=error)
                 self._stopping.wait(1.0)
+        while self.dispatcher.stop_jobs.is_set() and self._adopt():
+            pass  # those that nobody has attended yet are to end as well
 
     def _listen(self) -> None:
         """Until there may be work. One idle worker does; the others for its turn."""
@@ -12925,10 +13009,7 @@ class Workers:
                 self.store.work.clear()
 
     def _one(self) -> bool:
-        with contextlib.suppress(IndexError):
-            adopted = self._adopted.pop()
-            self.store.work.set()  # for the next worker, should there be more
-            self.dispatcher.adopt(*adopted)
+        if self._adopt():
             return True
         if self._full():
             return False
@@ -12939,6 +13020,16 @@ class Workers:
             self.dispatcher.in_hand.add(claimed.job.id)
         self.store.work.set()  # for the next worker, should there be more
         self.dispatcher.run(claimed)
+        return True
+
+    def _adopt(self) -> bool:
+        """Follow a run that waits for it; whether there was one."""
+        try:
+            adopted = self._adopted.pop()
+        except IndexError:
+            return False
+        self.store.work.set()  # for the next worker, should there be more
+        self.dispatcher.adopt(*adopted)
         return True
 
     def _full(self) -> bool:
@@ -12961,7 +13052,7 @@ class Workers:
         self._reconciled.set()
         try:
             self.dispatcher.prove_isolation(self.dispatcher.settings)
-        except PidispatchError as error:  # each job will look again and be refused
+        except Exception as error:  # each job will look again and be refused
             log_event("isolation-not-proved", logging.ERROR, error=error)
         reconciled = self.dispatcher.steady()
         while not self._stopping.wait(HEARTBEAT_SECONDS):
@@ -13019,7 +13110,8 @@ class Workers:
                 if now - swept > SWEEP_SECONDS:
                     swept = now
                     self.store.sweep()
-                    sweep_files(self.dispatcher.settings, time.time())
+                    keep = self.store.open_jobs()  # the end of some is not published
+                    sweep_files(self.dispatcher.settings, time.time(), keep)
             except Exception as error:
                 log_event("janitor-trouble", logging.ERROR, error=error)
 
@@ -13135,8 +13227,9 @@ class Cron:
         self._next[name] = self._after(rule.on, self._seen[name])
 
 
-def sweep_files(settings: Settings, now: float) -> None:
-    """Remove kept bundles past the retention and captured logs past theirs.
+def sweep_files(settings: Settings, now: float, keep: Iterable[str] = ()) -> None:
+    """Remove kept bundles past the retention and captured logs past theirs, but
+    nothing of the jobs in `keep`.
 
     `now` is the machine's own time, which is what the files carry.
     """
@@ -13146,9 +13239,12 @@ def sweep_files(settings: Settings, now: float) -> None:
         ("bundles", RETENTION_SECONDS),
         ("logs", settings.log_retention_days * DAY or float("inf")),
     )
+    kept = frozenset(map(container_name, keep))
     for name, age in ages:
         folder = settings.state_dir / name
         for entry in folder.iterdir() if folder.is_dir() else ():
+            if entry.name.removesuffix(".log") in kept:
+                continue
             if entry.stat().st_mtime < now - age:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     if settings.sessions_dir:
@@ -13611,10 +13707,14 @@ class Inbox:
             full = list(self._busy.values()).count(kind) >= self.AT_ONCE
             if full or delivery.id in held or self._stopped:
                 continue
+            given = (delivery, match, attempts)
+            resolver = threading.Thread(target=self._resolve, args=given, daemon=True)
             self._busy[delivery.id] = kind
-            threading.Thread(
-                target=self._resolve, args=(delivery, match, attempts), daemon=True
-            ).start()
+            try:
+                resolver.start()
+            except RuntimeError:  # no thread to be had now
+                del self._busy[delivery.id]
+                raise
 
     def _due(self) -> list[tuple[Delivery, Match, int]]:
         """What is due; and, once a forge answers again, all that waits for it."""

@@ -23,7 +23,7 @@ from typing import Any
 import docker
 import msgspec
 import pytest
-from conftest import FakeClock, Maker
+from conftest import FakeClock, Maker, record_of
 from hypothesis import given
 from hypothesis import strategies as st
 from world import World, world
@@ -412,6 +412,7 @@ def bench(
     yield Bench(dispatcher, store, engine, forge, maker, clock)
 
 
+PUBLISH = pidispatch.publish_job
 OK = BoxExit(code=0, result=DONE, tokens=pidispatch.Tokens(1, 1, 0, 0, 2, 0.1))
 
 
@@ -2195,3 +2196,180 @@ def test_a_subnet_that_the_machine_routes_elsewhere_is_given_to_no_job(
     routes("10.213.77.0/27", "10.213.77.32/27")
     monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.9:2375")
     assert len(drawn()) == 4, "our routes are not that machine's"
+
+
+# -- one trouble stays one trouble -----------------------------------------------------
+
+
+def adopted(bench: Bench) -> tuple[pidispatch.Claimed, Any, float]:
+    """A run that an earlier process started, found again."""
+    bench.maker.admit(bench.store)
+    claimed = bench.store.claim()
+    assert claimed
+    bench.store.start(claimed, CAPS)
+    bench.store.keep_work(claimed, pidispatch.Workspace("b" * 40, "main"))
+    bench.store.running(claimed)
+    bench.engine.inputs.append({"job.json": b"{}"})
+    bench.engine.running[claimed.job.id] = FakeBox(bench.engine, None)  # type: ignore[arg-type]
+    [found] = bench.dispatcher.reconcile()
+    return found
+
+
+@pytest.mark.parametrize("what", ["read", "open", "overlay"])
+def test_an_adopted_run_outlives_a_look_that_fails(
+    bench: Bench, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is paid for: a disk that errs once must not end it as an internal error."""
+    bench.engine.exits.append(OK)
+    run = adopted(bench)
+    monkeypatch.setattr(bench.dispatcher.leaving, "wait", lambda seconds: False)
+    fails = [sqlite3.OperationalError("disk I/O error")]
+    connect, with_overlay = pidispatch._connect, pidispatch.with_overlay
+
+    def shaky(path: Path, **how: Any) -> sqlite3.Connection:
+        if fails:
+            raise fails.pop()
+        return connect(path, **how)
+
+    if what == "read":
+        work_of = bench.store.work_of
+
+        def once(job: str) -> Any:
+            if fails:
+                raise pidispatch._unwritten(fails.pop())
+            return work_of(job)
+
+        monkeypatch.setattr(bench.store, "work_of", once)
+    elif what == "open":
+        monkeypatch.setattr(pidispatch, "_connect", shaky)
+        bench.store._readers = threading.local()
+    else:
+
+        def closed(settings: Any) -> Any:
+            fails.clear()
+            with_overlay(settings)
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(pidispatch, "with_overlay", closed)
+    bench.dispatcher.adopt(*run)
+    [row] = bench.store.runs(9)
+    assert (row.state, row.reason, fails) == ("completed", None, [])
+    assert not bench.dispatcher.in_hand
+
+
+def test_what_a_box_left_is_on_disk_before_the_box_goes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after that would take the only copy of a result that is paid for."""
+    work = bench.dispatcher.settings.state_dir / "bundles"
+
+    def collect(box: FakeBox, into: Path) -> BoxExit:
+        pidispatch.write_private(into / "branch.bundle", b"all of it")
+        return msgspec.structs.replace(
+            OK, bundle=into / "branch.bundle", review_request="Title", comment="Said"
+        )
+
+    def synced(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
+        bench.engine.log.append(f"sync {path.relative_to(work)}")
+
+    monkeypatch.setattr(FakeBox, "collect", collect)
+    monkeypatch.setattr(os, "fsync", synced)
+    [run] = bench.run()
+    folder = pidispatch.container_name(run.id)
+    log = bench.engine.log
+    written = {f"sync {folder}/{name}" for name in pidispatch.KEPT_FILES}
+    assert {*log[log.index("start") + 1 : -1]} == {
+        *written,
+        f"sync {folder}",
+        "sync .",
+    }
+    assert log[-1] == "remove"
+
+
+@pytest.mark.parametrize("error", [pidispatch.InfraError("502"), RuntimeError("bug")])
+def test_a_request_that_was_closed_before_its_comment_is_not_opened_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The comment failed after the request was opened; a person was quicker than
+    the next try, and what they did with it is known."""
+    bench.engine.exits.append(OK)
+    monkeypatch.setattr(pidispatch, "publish_job", PUBLISH)
+    monkeypatch.setattr(pidispatch, "_push_result", lambda *_: "c" * 40)
+    opened: list[str] = []
+    errors = [error]
+    say = FakeForge.comment
+
+    def find_request(forge: FakeForge, repo: str, branch: str) -> None:
+        """None is open: the first is not yet there, then it is closed."""
+
+    def open_request(
+        forge: FakeForge, repo: str, branch: str, into: str, title: str, body: str
+    ) -> pidispatch.Request:
+        opened.append(branch)
+        return pidispatch.Request(99 + len(opened), "https://forge.example/r", title)
+
+    def comment(forge: FakeForge, *said: Any) -> None:
+        if errors:
+            raise errors.pop()
+        say(forge, *said)
+
+    for stand_in in (find_request, open_request, comment):
+        monkeypatch.setattr(FakeForge, stand_in.__name__, stand_in, raising=False)
+    [run] = bench.run()
+    assert run.state == "publishing"
+    assert len(opened) == 1
+    told = bench.store.notice(run.id)
+    assert told
+    assert bench.store.note_ending(told[0].place, 100, "merged", bench.clock())
+    bench.clock.pass_(pidispatch.PUBLISH_WAIT_MAX + 1)
+    bench.dispatcher.publish_due()
+    [run] = bench.store.runs(9)
+    assert (run.state, len(opened)) == ("completed", 1)
+    assert run.request and run.request.number == 100
+    assert [
+        text for _, text in bench.forge.comments if "https://forge.example/r" in text
+    ]
+
+
+def test_files_and_record_of_an_end_that_is_not_published_outlive_the_retention(
+    bench: Bench,
+) -> None:
+    """The machine was off for longer; the forge is still to be told."""
+    claimed, _, _ = adopted(bench)
+    kept = bench.dispatcher.kept_dir(claimed.job)
+    bench.store.finish(claimed, record_of(claimed), pidispatch.Notice("result"))
+    age = pidispatch.RETENTION_SECONDS + 60
+    bench.clock.pass_(age)
+    now = time.time() + age
+    bench.store.sweep()
+    pidispatch.sweep_files(bench.dispatcher.settings, now, bench.store.open_jobs())
+    assert kept.exists()
+    assert bench.store.run(claimed.job.id)[1]
+    bench.store.published(claimed.job.id, None)
+    bench.store.sweep()
+    pidispatch.sweep_files(bench.dispatcher.settings, now, bench.store.open_jobs())
+    assert not kept.exists()
+    assert bench.store.runs(9) == []
+
+
+def test_ending_all_jobs_ends_those_too_that_no_worker_has_got_to(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More were running than PI_CONCURRENCY is now."""
+    ended: list[int] = []
+    attended = threading.Event()
+
+    def adopt(number: int) -> None:
+        attended.set()
+        assert bench.dispatcher.stop_jobs.wait(5)
+        ended.append(number)
+
+    monkeypatch.setattr(bench.dispatcher, "adopt", adopt)
+    pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
+    pool._adopted += [(number,) for number in range(3)]  # type: ignore[list-item, misc]
+    pool.start()
+    assert attended.wait(5)
+    pool.stop(end_jobs=True)
+    assert sorted(ended) == [0, 1, 2]
+    assert bench.store.claim() is None

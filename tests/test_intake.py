@@ -1200,13 +1200,30 @@ def test_a_fault_of_ours_is_no_answer_either(post_room: Post) -> None:
 def test_one_forge_that_hangs_holds_up_no_other(post_room: Post) -> None:
     hung, well = post_room.stubs["github"], post_room.stubs["gitlab"]
     hung.gate.clear()
-    post_room.inbox.start()
-    for n in range(10):
+    for n in range(60):
         post_room.park(f"h-{n}", n=n + 1)
+        post_room.now.time += 0.01
     post_room.park("w-1", "gitlab")
+    post_room.inbox.start()
     assert until(lambda: post_room.jobs() == ["gl-w-1-r1", "gl-w-1-r2"], 2)
     assert len(hung.asked) == Inbox.AT_ONCE
     assert well.asked == ["w-1"]
+
+
+def test_a_machine_that_gives_no_thread_leaves_a_delivery_for_later(
+    post_room: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for one in work, and so never looked at again."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    post_room.park()
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setattr(threading.Thread, "start", refuse)
+        post_room.inbox.turn()
+    post_room.inbox.turn()
+    assert until(lambda: post_room.pending() == 0)
 
 
 def test_a_delivery_is_never_resolved_twice_at_once(post_room: Post) -> None:

@@ -193,3 +193,35 @@ def test_a_way_out_that_does_not_fit_stays_and_is_told(docker_client: Any) -> No
     docker_client.create_network(pidispatch.OUTER_NETWORK, ipam=ipam)
     assert str(outer(engine("10.213.0.0/16"))) == small
     assert engine("10.213.0.0/16").misfit() is None
+
+
+def test_a_leftover_that_the_engine_keeps_holds_up_no_other(
+    many: World, job_image: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody looked into a job's network with a container of theirs: the engine does
+    not remove that, and every start of ours waited for it, for ever."""
+    store = pidispatch.Store(many.settings.db)
+    engine = pidispatch.DockerEngine(many.settings, store.instance())
+    store.close()
+    for job in ("kept", "gone"):
+        engine.create_job_network(
+            pidispatch.network_name(job), engine.labels(job, 1, "network")
+        )
+        engine.api.create_volume(f"many-{job}", labels=engine.labels(job, 1, "volume"))
+    host = many.docker.create_host_config(network_mode=pidispatch.network_name("kept"))
+    guest = many.docker.create_container(
+        job_image, entrypoint=["sleep", "60"], host_config=host
+    )
+    many.docker.start(guest)
+    try:
+        assert engine.sweep(frozenset()) == 1
+        assert caplog.text.count("not-removed") == 1
+        rule(many, HELLO)
+        many.start()
+        assert many.wait([label_new(many, 100)])[0].state == "completed"
+        left = [pidispatch.network_name("kept")]
+        many.wait_for(lambda: many.left_in_engine() == left)
+    finally:
+        many.docker.remove_container(guest, force=True)
+    assert engine.sweep(frozenset()) == 1
+    assert many.nothing_left()

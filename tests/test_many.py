@@ -136,16 +136,13 @@ def test_forty_networks_of_jobs_are_had_at_once(many: World) -> None:
 
 
 @pytest.fixture
-def no_way_out(docker_client: Any) -> Iterator[None]:
-    """The gates' network is away before and after."""
-
-    def away() -> None:
-        for network in docker_client.networks(names=[pidispatch.OUTER_NETWORK]):
-            docker_client.remove_network(network["Id"])
-
-    away()
+def no_way_out(docker_client: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There is no common network of gates yet; the real one may be in use."""
+    name = f"many-out-{pidispatch.random_hex(4)}"
+    monkeypatch.setattr(pidispatch, "OUTER_NETWORK", name)
     yield
-    away()
+    for network in docker_client.networks(names=[name]):
+        docker_client.remove_network(network["Id"])
 
 
 def outer(engine: pidispatch.DockerEngine) -> IPv4Network:
@@ -158,10 +155,10 @@ def outer(engine: pidispatch.DockerEngine) -> IPv4Network:
 @pytest.mark.parametrize(
     ("pool", "bits"),
     [
-        ("10.213.0.0/16", 22),
-        ("10.213.80.0/20", 24),
-        ("10.213.80.0/24", 28),
-        ("10.213.80.0/27", 28),
+        ("10.221.0.0/16", 22),
+        ("10.221.80.0/20", 24),
+        ("10.221.80.0/24", 28),
+        ("10.221.80.0/27", 28),
     ],
 )
 def test_the_way_out_has_an_address_for_each_jobs_gate(pool: str, bits: int) -> None:
@@ -182,17 +179,17 @@ def test_a_way_out_that_does_not_fit_stays_and_is_told(docker_client: Any) -> No
     def engine(pool: str) -> pidispatch.DockerEngine:
         return pidispatch.DockerEngine(pidispatch.Settings(network_pool=pool), "x")
 
-    small = "10.213.112.0/28"
+    small = "10.221.112.0/28"
     ipam = pidispatch._ipam(IPv4Network(small))
     ours = {pidispatch.LABEL + "role": "outer"}
     docker_client.create_network(pidispatch.OUTER_NETWORK, ipam=ipam, labels=ours)
-    for pool in ("10.213.0.0/16", "10.214.0.0/24"):
+    for pool in ("10.221.0.0/16", "10.222.0.0/24"):
         assert str(outer(engine(pool))) == str(engine(pool).misfit()) == small
-    assert engine("10.213.112.0/24").misfit() is None
+    assert engine("10.221.112.0/24").misfit() is None
     docker_client.remove_network(pidispatch.OUTER_NETWORK)
     docker_client.create_network(pidispatch.OUTER_NETWORK, ipam=ipam)
-    assert str(outer(engine("10.213.0.0/16"))) == small
-    assert engine("10.213.0.0/16").misfit() is None
+    assert str(outer(engine("10.221.0.0/16"))) == small
+    assert engine("10.221.0.0/16").misfit() is None
 
 
 def test_a_leftover_that_the_engine_keeps_holds_up_no_other(

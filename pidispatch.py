@@ -6607,6 +6607,12 @@ CREATE INDEX jobs_queued ON jobs (seq, not_before, scope, cancel)
 CREATE INDEX jobs_cancelled ON jobs (seq) WHERE state = 'queued' AND cancel IS NOT NULL;
 """
 
+#: What waits is read for each forge by itself, however much waits for another.
+_SCHEMA_PENDING = """
+DROP INDEX deliveries_pending;
+CREATE INDEX deliveries_pending ON deliveries (kind, next_at) WHERE state = 'pending';
+"""
+
 #: Names of the migrations this version knows, oldest first; a file that has
 #: another one was written by a newer pidispatch and is left alone.
 _MIGRATIONS: tuple[tuple[str, str], ...] = (
@@ -6617,6 +6623,7 @@ _MIGRATIONS: tuple[tuple[str, str], ...] = (
     ("003-schedule", _SCHEMA_SCHEDULE),
     ("003-picks", _SCHEMA_PICKS),
     ("004-waiting", _SCHEMA_WAITING),
+    ("005-pending", _SCHEMA_PENDING),
 )
 
 
@@ -6881,6 +6888,13 @@ class Reader:
         rows = self._rows("SELECT value FROM flags WHERE name = ?", name)
         return rows[0][0] if rows else None
 
+    def request_of(self, job: str) -> Request | None:
+        """What an earlier try at telling of a job opened; None once it is told."""
+        sql = """SELECT request FROM runs JOIN jobs ON jobs.id = runs.job_id
+                 WHERE runs.job_id = ? AND state = 'publishing' AND request <> ''"""
+        rows = self._rows(sql, job)
+        return msgspec.json.decode(rows[0][0], type=Request) if rows else None
+
     def open_jobs(self) -> frozenset[str]:
         """Ids of the jobs that have not ended, or whose end is not published."""
         rows = self._rows("SELECT id FROM jobs WHERE state <> 'done'")
@@ -7092,6 +7106,14 @@ class Controls(Reader):
     def _write(self, do: Callable[[sqlite3.Connection], T]) -> T:
         """Run `do` in a transaction of its own or of a group."""
         raise NotImplementedError
+
+    def pushed(self, job: Job, tip: str) -> None:
+        """Remember that we put this commit on the job's branch."""
+        self._write(lambda db: _pushed(db, job, tip, self.clock()))
+
+    def opened(self, job: str, request: Request) -> None:
+        """Remember the request of a job that is still to be told of."""
+        self._write(lambda db: _opened(db, job, request))
 
     def pause(self) -> None:
         self._write(lambda db: _set_flag(db, "paused", "1", self.clock()))
@@ -7313,16 +7335,10 @@ class Store(Controls):
 
     def due_pending(self, now: float) -> list[tuple[Delivery, Match, int]]:
         """The next fifty of each forge: one that hangs hides no other's."""
-        sql = """SELECT pending, attempts FROM deliveries WHERE rowid IN (
-                     SELECT row FROM (
-                         SELECT rowid AS row, row_number() OVER (
-                             PARTITION BY kind ORDER BY next_at) AS nth
-                         FROM deliveries WHERE state = 'pending'
-                         AND (next_at <= ?1 OR next_at > ?1 + ?2))
-                     WHERE nth <= 50)
-                 ORDER BY next_at"""
         found = []
-        for row in self._rows(sql, now, WAIT_MAX):
+        for row in itertools.chain.from_iterable(
+            self._rows(_DUE_PENDING, kind, now, WAIT_MAX) for kind in FORGES
+        ):
             delivery, match = msgspec.json.decode(
                 row["pending"], type=tuple[Delivery, Match]
             )
@@ -7540,24 +7556,6 @@ class Store(Controls):
                  WHERE id = ? AND state = 'publishing'"""
         self._write(lambda db: db.execute(sql, (until, job)))
 
-    def pushed(self, job: Job, tip: str) -> None:
-        """Remember that we put this commit on the job's branch."""
-        sql = (
-            "INSERT INTO pushes (kind, target, replica, tip, at) VALUES (?, ?, ?, ?, ?)"
-        )
-        values = (job.kind, job.title, job.replica, tip, self.clock())
-        self._write(lambda db: db.execute(sql, values))
-
-    def opened(self, job: str, request: Request) -> None:
-        """Remember the request of a job that is still to be told of."""
-        self._write(lambda db: _opened(db, job, request))
-
-    def request_of(self, job: str) -> Request | None:
-        """What an earlier try at telling opened."""
-        sql = "SELECT request FROM runs WHERE job_id = ? AND request IS NOT NULL"
-        rows = self._rows(sql, job)
-        return msgspec.json.decode(rows[0][0], type=Request) if rows else None
-
     def published(
         self, job: str, request: Request | None, reason: str | None = None
     ) -> None:
@@ -7773,11 +7771,13 @@ class Outside(Controls):
         """Queue the job once more, outside its window; returns its new id."""
         return self._write(lambda db: _replay(db, job, self.clock()))
 
-    def pushed(self, job: Job, tip: str) -> None:
-        self._write(lambda db: _pushed(db, job, tip, self.clock()))
-
     def published(self, job: str, request: Request | None) -> None:
         self._write(lambda db: _published(db, job, request, None))
+
+
+_DUE_PENDING = """SELECT pending, attempts FROM deliveries
+    WHERE state = 'pending' AND kind = ?1 AND (next_at <= ?2 OR next_at > ?2 + ?3)
+    ORDER BY next_at LIMIT 50"""
 
 
 def _replay(db: sqlite3.Connection, job: Job, now: float) -> str:
@@ -8368,8 +8368,8 @@ def _forget(db: sqlite3.Connection, before: float) -> None:
     windows = "DELETE FROM windows WHERE job_id = ?"
     db.executemany(windows, [(row["id"],) for row in gone])
     db.executemany(_DELETE_DELIVERY, [(row["set_id"],) for row in gone])
-    sql = """DELETE FROM runs WHERE ended_at < ? AND job_id NOT IN (
-                 SELECT id FROM jobs WHERE state <> 'done')"""
+    sql = """DELETE FROM runs WHERE ended_at < ? AND NOT EXISTS (
+                 SELECT 1 FROM jobs WHERE id = job_id AND state <> 'done')"""
     db.execute(sql, (before,))
     db.execute("DELETE FROM comments WHERE at < ?", (before,))
     db.execute("DELETE FROM limited WHERE at < ?", (before,))
@@ -9829,10 +9829,16 @@ def _look(box: DockerBox, errand: Errand) -> Canary:
 
 def make_durable(folder: Path) -> None:
     """The files of a folder, and it itself, are there after a power cut."""
+    import errno
+
     for path in (*folder.iterdir(), folder, folder.parent):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            cannot = error.errno in (errno.EINVAL, errno.ENOTSUP)
+            if not (cannot and path.is_dir()):  # a file system that has no such thing
+                raise
         finally:
             os.close(descriptor)
 
@@ -12872,7 +12878,12 @@ def publish_by_hand(
         tip = publish_to(forge, mirrors, job, work, branch)
         return f"pushed {tip} to {branch}"
     published = publish_job(
-        forge, mirrors, job, work, lambda tip: outside.pushed(job, tip)
+        forge,
+        mirrors,
+        job,
+        msgspec.structs.replace(work, request=outside.request_of(job_id)),
+        lambda tip: outside.pushed(job, tip),
+        lambda request: outside.opened(job_id, request),
     )
     outside.published(job_id, published.request)
     return published.request.url if published.request else "nothing to publish"
@@ -14023,7 +14034,9 @@ class HttpServer:
         self.loop.set_exception_handler(self._failed)
         self._opened: Future[None] = Future()
         self._thread.start()
-        self._opened.result()  # before there is a server it cannot be stopped
+        if self._opened.exception():  # before there is a server it cannot be stopped
+            self._thread.join()
+        self._opened.result()
 
     def _run(self) -> None:
         # to asyncio the backlog is also how often it tries, and fails, before it waits
@@ -14034,6 +14047,7 @@ class HttpServer:
             self._server = self.loop.run_until_complete(opening)
             self._socket.listen(self.limits.backlog)
         except BaseException as error:  # raised again where it was started
+            self.loop.close()
             self._opened.set_exception(error)
             return
         self._opened.set_result(None)
@@ -15637,7 +15651,6 @@ def _check_pool(engine: DockerEngine, checks: list[Check]) -> None:
         )
         fix = f"when no job runs: docker network rm {OUTER_NETWORK}; it is made anew"
         checks.append(Check("address pool", "warn", found, fix))
-        return
     free = engine.job_room()
     pool, jobs = engine.settings.network_pool, engine.settings.concurrency
     state: Literal["ok", "warn", "fail"] = "ok" if free >= jobs else "warn"

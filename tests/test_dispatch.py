@@ -7,10 +7,12 @@ by test_main_path.py.
 from __future__ import annotations
 
 import ast
+import errno
 import itertools
 import json
 import os
 import sqlite3
+import stat
 import sys
 import threading
 import time
@@ -2257,23 +2259,25 @@ def test_an_adopted_run_outlives_a_look_that_fails(
     assert not bench.dispatcher.in_hand
 
 
+def with_bundle(box: FakeBox, into: Path) -> BoxExit:
+    """A box's end with everything that is kept of one."""
+    pidispatch.write_private(into / "branch.bundle", b"all of it")
+    return msgspec.structs.replace(
+        OK, bundle=into / "branch.bundle", review_request="Title", comment="Said"
+    )
+
+
 def test_what_a_box_left_is_on_disk_before_the_box_goes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A power cut after that would take the only copy of a result that is paid for."""
     work = bench.dispatcher.settings.state_dir / "bundles"
 
-    def collect(box: FakeBox, into: Path) -> BoxExit:
-        pidispatch.write_private(into / "branch.bundle", b"all of it")
-        return msgspec.structs.replace(
-            OK, bundle=into / "branch.bundle", review_request="Title", comment="Said"
-        )
-
     def synced(descriptor: int) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").resolve()
         bench.engine.log.append(f"sync {path.relative_to(work)}")
 
-    monkeypatch.setattr(FakeBox, "collect", collect)
+    monkeypatch.setattr(FakeBox, "collect", with_bundle)
     monkeypatch.setattr(os, "fsync", synced)
     [run] = bench.run()
     folder = pidispatch.container_name(run.id)
@@ -2287,13 +2291,15 @@ def test_what_a_box_left_is_on_disk_before_the_box_goes(
     assert log[-1] == "remove"
 
 
+@pytest.mark.parametrize("hand", [False, True])
 @pytest.mark.parametrize("error", [pidispatch.InfraError("502"), RuntimeError("bug")])
 def test_a_request_that_was_closed_before_its_comment_is_not_opened_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, hand: bool
 ) -> None:
     """The comment failed after the request was opened; a person was quicker than
     the next try, and what they did with it is known."""
     bench.engine.exits.append(OK)
+    monkeypatch.setattr(FakeBox, "collect", with_bundle)
     monkeypatch.setattr(pidispatch, "publish_job", PUBLISH)
     monkeypatch.setattr(pidispatch, "_push_result", lambda *_: "c" * 40)
     opened: list[str] = []
@@ -2323,13 +2329,35 @@ def test_a_request_that_was_closed_before_its_comment_is_not_opened_again(
     assert told
     assert bench.store.note_ending(told[0].place, 100, "merged", bench.clock())
     bench.clock.pass_(pidispatch.PUBLISH_WAIT_MAX + 1)
-    bench.dispatcher.publish_due()
+    if hand:
+        monkeypatch.setattr(pidispatch, "_served", lambda *_: bench.forge)
+        outside = pidispatch.Outside(bench.store.path, bench.clock)
+        pidispatch.publish_by_hand(bench.dispatcher.settings, outside, run.id, None)
+    else:
+        bench.dispatcher.publish_due()
     [run] = bench.store.runs(9)
-    assert (run.state, len(opened)) == ("completed", 1)
+    assert (run.state, len(opened), run.picked) == ("completed", 1, "merged")
     assert run.request and run.request.number == 100
     assert [
         text for _, text in bench.forge.comments if "https://forge.example/r" in text
     ]
+
+
+def test_a_folder_that_no_file_system_can_flush_ends_no_run_late(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some shared folders of virtual machines answer EINVAL for a directory."""
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(
+        bench.dispatcher.leaving, "wait", lambda _: pytest.fail("waits")
+    )
+    bench.engine.exits.append(OK)
+    assert [run.state for run in bench.run()] == ["completed"]
 
 
 def test_files_and_record_of_an_end_that_is_not_published_outlive_the_retention(

@@ -403,6 +403,17 @@ def test_an_engine_that_hangs_is_not_waited_for_to_know_that_it_does(
     assert engine.api.timeout == pidispatch.ENGINE_SECONDS
 
 
+def test_a_way_out_that_is_of_no_fit_hides_no_lack_of_room(
+    well: dict[str, str], paper: PaperEngine
+) -> None:
+    narrow(paper)
+    full(paper)
+    said = cli("doctor", **well)
+    assert "⚠ address pool: pi-dispatch-out, which gates share" in said.output
+    assert "✗ address pool: 10.213.0.0/16 has room for 0 jobs" in said.output
+    assert said.exit_code == 1
+
+
 class Leaking(DockerEngine):
     """An engine that ignores inhibit_ipv4, as Podman's socket does: real networks."""
 

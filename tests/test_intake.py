@@ -367,7 +367,14 @@ def test_a_server_can_be_stopped_the_moment_it_was_started(world: World) -> None
 
 
 def test_a_server_that_cannot_open_says_so_at_once(world: World) -> None:
-    made = Edge(world.intake, "127.0.0.1", 0)
+    class Late(Edge):
+        """Its thread takes a moment to end."""
+
+        def _run(self) -> None:
+            super()._run()
+            time.sleep(0.05)
+
+    made = Late(world.intake, "127.0.0.1", 0)
     made._socket.close()  # as if the system had taken it
     with pytest.raises(OSError, match="Bad file descriptor"):
         made.start()

@@ -106,9 +106,9 @@ def test_where_the_time_of_an_acknowledgement_goes(
     with servers.fake_forge() as (_, repo):
         body = deliveries.labeled_body(repo)
     requests = load.requests(body, SECRET.encode(), FIRST, count)
-    assert len(edge.asked) == count
     forge, took = forges["github"], {}
     took["HTTP"] = spent(edge.read, [requests]) / count
+    assert len(edge.asked) == count
     took["verify"] = spent(lambda a: forge.verify(a.headers, a.body), edge.asked)
     events = [forge.parse(asked.headers, asked.body) for asked in edge.asked]
     took["parse"] = spent(lambda a: forge.parse(a.headers, a.body), edge.asked)

@@ -9011,7 +9011,7 @@ class DockerEngine:
     def remove_job(self, job: str) -> None:
         """Remove every container, network and volume of one job; idempotent.
 
-        One that the engine refuses to remove is its error when the others are gone.
+        When the engine refuses to remove one, its error is raised after the others.
         """
         import docker
 
@@ -12487,10 +12487,8 @@ class Dispatcher:
         if workspace is None or notice.kind == "refused":
             return None, None
         ours = self.store.own_tips(job)
-        work = msgspec.structs.replace(
-            kept_work(self.kept_dir(job), workspace, ours, notice.commits),
-            request=self.store.request_of(job.id),
-        )
+        known = self.store.request_of(job.id)
+        work = kept_work(self.kept_dir(job), workspace, ours, notice.commits, known)
         if workspace.publish == "agent":
             return self._tell_agents(job, work, notice)
         if notice.kind != "result":
@@ -12842,7 +12840,11 @@ def kept_path(settings: Settings, job: str) -> Path:
 
 
 def kept_work(
-    folder: Path, workspace: Workspace, ours: frozenset[str], commits: int = 0
+    folder: Path,
+    workspace: Workspace,
+    ours: frozenset[str],
+    commits: int = 0,
+    request: Request | None = None,
 ) -> Work:
     """What a box left, from the files that are kept of it."""
     bundle = folder / "branch.bundle"
@@ -12856,6 +12858,7 @@ def kept_work(
         commits=commits,
         ours=ours,
         request_sha=workspace.request_sha,
+        request=request,
     )
 
 
@@ -12869,8 +12872,8 @@ def publish_by_hand(
     """
     job, workspace, _ = outside.kept(job_id)
     forge = _served(settings, job)
-    ours = outside.own_tips(job)
-    work = kept_work(kept_path(settings, job_id), workspace, ours)
+    ours, known = outside.own_tips(job), outside.request_of(job_id)
+    work = kept_work(kept_path(settings, job_id), workspace, ours, request=known)
     if work.bundle is None:
         raise ConfigError(f"no commits of {job_id} are kept", "see `pidispatch show`")
     mirrors = Mirrors(settings.state_dir / "mirrors")
@@ -12881,7 +12884,7 @@ def publish_by_hand(
         forge,
         mirrors,
         job,
-        msgspec.structs.replace(work, request=outside.request_of(job_id)),
+        work,
         lambda tip: outside.pushed(job, tip),
         lambda request: outside.opened(job_id, request),
     )

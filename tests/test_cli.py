@@ -755,8 +755,8 @@ def test_a_write_that_the_file_does_not_take_is_an_error_of_the_machine(
 class PaperEngine(ThreadingHTTPServer):
     """As much of the Docker API as doctor and logs ask for. `images` maps a tag to
     its labels; `log` is what a container printed; `broken` fails every request, and
-    `hangs` keeps it waiting;
-    `rows` are the containers, `subnets` those of its networks, `outer` the gates'."""
+    `hangs` keeps it waiting; `rows` are the containers, `subnets` those of its
+    networks, `outer` the gates'."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _PaperPage)

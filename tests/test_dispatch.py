@@ -2396,8 +2396,9 @@ def test_ending_all_jobs_ends_those_too_that_no_worker_has_got_to(
     monkeypatch.setattr(bench.dispatcher, "adopt", adopt)
     pool = pidispatch.Workers(bench.dispatcher, bench.store, 1)
     pool._adopted += [(number,) for number in range(3)]  # type: ignore[list-item, misc]
+    bench.maker.admit(bench.store)
     pool.start()
     assert attended.wait(5)
     pool.stop(end_jobs=True)
     assert sorted(ended) == [0, 1, 2]
-    assert bench.store.claim() is None
+    assert bench.store.claim(), "and nothing new was begun"
